@@ -38,27 +38,27 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CHECK_S = 0.1
-"""Longest time between two looks at what is waited for, in seconds."""
+"""Longest time between two checks of an awaited condition, in seconds."""
 INTERRUPT_GRACE_S = 1.0
-"""Seconds that an interrupted caller waits for what it has called off to wind down."""
+"""Seconds that an interrupted caller waits for the cancelled call to wind down."""
 
 
 class Changed(_thread.RLock):  # type: ignore[misc]  # final in the stubs only
-    """A lock, and notice to other threads that what it guards has changed.
+    """A lock, and notice to other threads that the guarded state has changed.
 
     The one means by which threads here wait for each other wherever one of them may be a caller's:
     on the main thread a signal handler may raise at almost any place, as Ctrl-C does.
 
-    Why that leaves no lock taken. CPython runs handlers as a Python function is entered, after a
-    call of a C function has returned, and at a jump back. It runs none between entering ``with``
+    Why this leaves no lock taken. CPython runs handlers as a Python function is entered, after a
+    call of a C function has returned, and at a jump back. No handler runs between entering ``with``
     and the block, nor between the block's end and the exit, if both are C: this class inherits
     them. Where they are Python code (`threading.Event`, `threading.Condition`, futures, generators
     as context managers), a handler can raise as that code returns, with the lock taken and no block
     that would release it. A condition moreover gives its lock up within the block while it waits,
     and a handler that raises there makes the block release a lock that it does not hold.
 
-    So a wait holds nothing. It leaves a ticket under the lock, a lock of its own that is taken, and
-    sleeps on that; the next notification releases every ticket. One that comes between the look
+    So a wait holds nothing: the waiter leaves a ticket under the lock (a lock of its own, taken)
+    and sleeps on that; the next notification releases every ticket. A notification between the look
     and the sleep finds the ticket and makes the sleep end at once. A wait that is interrupted
     leaves a ticket behind at most, which the next notification takes away. A notification that is
     interrupted leaves tickets in place, and a signal that comes just before a sleep does not end
@@ -67,8 +67,8 @@ class Changed(_thread.RLock):  # type: ignore[misc]  # final in the stubs only
     CPython 3.10 also runs handlers as an error reaches the end of its block, before the exit. No
     method raises within the block on a caller's thread, so this takes two signals at once.
 
-    What is guarded may be half changed when a handler raises. What has to be done whole is made a
-    call of its own on another thread (`call_apart`), or is one assignment.
+    Guarded state may be half changed when a handler raises. A change that must be atomic is a call
+    of its own on another thread (`call_apart`), or one assignment.
     """
 
     def __init__(self) -> None:
@@ -88,12 +88,12 @@ class Changed(_thread.RLock):  # type: ignore[misc]  # final in the stubs only
                 watcher()
 
     def wait_for(self, done: Callable[[], T], timeout_s: float | None = None) -> T:
-        """Wait until `done` returns something true; return what it has returned last.
+        """Wait until `done` returns a true value; return its last result.
 
         Args:
             done: Called under the lock; may raise, but not on a caller's thread.
-            timeout_s: Longest wait, in seconds; None: no limit. The lock must not be held: whatever
-                is waited for could not come.
+            timeout_s: Longest wait, in seconds; None: no limit. The lock must not be held: the
+                change that is waited for could not come.
         """
         assert not self.is_held_here()
         deadline = Deadline(LONGEST_S if timeout_s is None else timeout_s)
@@ -151,20 +151,20 @@ class Flag:
         self._is_set = False
 
     def is_set(self) -> bool:
-        """Return whether it was set."""
+        """Return whether the flag is set."""
         return self._is_set
 
     def set(self) -> None:
-        """Set it, for good, and end every wait."""
+        """Set the flag, for good, and end every wait."""
         self._is_set = True
         self._changed.notify_all()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is set, for at most `timeout_s` seconds; return whether it is."""
+        """Wait until the flag is set, for at most `timeout_s` seconds; return whether it is."""
         return self._changed.wait_for(self.is_set, timeout_s)
 
     async def wait_async(self) -> None:
-        """Wait until it is set, without blocking the event loop."""
+        """Wait until the flag is set, without blocking the event loop."""
         await self._changed.wait_for_async(self.is_set)
 
 
@@ -172,7 +172,7 @@ class Call:
     """A call on another thread, and its outcome.
 
     Args:
-        function: What is called.
+        function: The function to call.
     """
 
     def __init__(self, function: Callable[[], Any]) -> None:
@@ -196,7 +196,7 @@ class Call:
             with contextlib.suppress(Exception):
                 self.error = self.translate(error)
         finally:
-            # It may hold tensors, and the call may be kept for its outcome.
+            # The function may hold tensors, and the call may be kept for its outcome.
             del function
             self.done.set()
 
@@ -212,7 +212,7 @@ class Call:
         start_thread(threading.Thread(target=self.run, name=name, daemon=True))
 
     def call_off(self) -> bool:
-        """Return whether the call has not begun; it will not from here on."""
+        """Cancel the call if it has not begun; return whether it was cancelled."""
         try:
             self._function.pop()
         except IndexError:
@@ -220,13 +220,13 @@ class Call:
         return True
 
     def translate(self, error: BaseException) -> BaseException:
-        """Return the error that is kept for one that was raised."""
+        """Return the error to keep for a raised one."""
         return error
 
     def outcome(self) -> Any:
         """Return the result, or raise the error; once, for neither is kept.
 
-        An error that is kept keeps the frames that it has passed through, and those this call.
+        A kept error keeps the frames that it has passed through, and those keep this call.
         """
         error, self.error = self.error, None
         result, self.result = self.result, None
@@ -241,8 +241,8 @@ class Call:
 class SerialThread:
     """One daemon thread that makes calls in order, started by the first one.
 
-    A thread cannot be killed. One that hangs in foreign code can be left behind: it ends when that
-    code returns, and dies with the process at the latest. Either its successor takes over
+    A thread cannot be killed. A thread that hangs in foreign code can be left behind: it ends when
+    that code returns, and dies with the process at the latest. Either its successor takes over
     (`abandon`), or no further call is made until it has returned (`call`).
 
     Args:
@@ -262,7 +262,7 @@ class SerialThread:
         return threading.current_thread() is self._thread
 
     def given_up(self) -> str | None:
-        """Return what a call does that was given up and has not returned; None: there is none."""
+        """Return the description of a given-up call that has not returned; None: no such call."""
         if self._overdue is None or self._overdue[0].is_set():
             return None
         return self._overdue[1]
@@ -300,12 +300,12 @@ class SerialThread:
 
         Args:
             function: The call.
-            what: What it does, for errors.
+            what: Description of the call, for errors.
             timeout_s: Longest wait, in seconds.
             check: Made now and then meanwhile; ends the wait by raising.
 
         Raises:
-            StallError: It has not returned in time, or an earlier one has not returned yet.
+            StallError: The call has not returned in time, or an earlier one has not returned yet.
             ClosedError: The thread was stopped.
         """
         deadline = Deadline(timeout_s)
@@ -319,8 +319,8 @@ class SerialThread:
         if self._stopped:
             raise ClosedError(f"cannot begin {what}: this was closed")
         call = self.submit(function)
-        # Until it has returned: also where an interruption ends the wait. The call itself is not
-        # kept: its result may be a tensor.
+        # Overdue until the call has returned, also where an interruption ends the wait. The call
+        # itself is not kept: its result may be a tensor.
         self._overdue = (call.done, what)
         while not call.done.wait(min(deadline.remaining(), CHECK_S)):
             if deadline.expired:
@@ -340,14 +340,14 @@ class SerialThread:
         """Leave the thread behind in its present call; return the calls after it."""
         waiting = []
         with contextlib.suppress(queue.Empty):
-            # Safe against the thread itself: each entry is taken by one of us.
+            # Safe against the thread itself: each entry is taken by one side only.
             while (call := self._calls.get_nowait()) is not None:
                 waiting.append(call)
         self.stop()
         return waiting
 
     def stop(self) -> None:
-        """Let the thread end after what was submitted."""
+        """Let the thread end after the submitted calls."""
         self._stopped = True
         self._calls.put(None)
 
@@ -362,16 +362,16 @@ class SerialThread:
                 return  # its start was interrupted; another one may have been started since
         while (call := self._calls.get()) is not None:
             call.run()
-            # It may hold tensors: not kept during the next wait.
+            # The call may hold tensors: not kept during the next wait.
             del call
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start a thread as `Thread.start` does, whatever a signal handler raises meanwhile.
+    """Start a thread as `Thread.start` does, safe against signal handlers that raise meanwhile.
 
-    That waits for the new thread by an event: interrupted there, it could keep the event's lock
-    from the new thread, which would never run. So it is made on a thread where no handler runs,
-    started by one call of C.
+    `Thread.start` waits for the new thread by an event: interrupted there, it could keep the
+    event's lock from the new thread, which would never run. So the call is made on a thread where
+    no handler runs, started by one call of C.
 
     Raises:
         RuntimeError: No thread can be started.
@@ -406,15 +406,15 @@ def call_apart(
 ) -> T:
     """Make a call on a thread of its own and return its result.
 
-    Signal handlers run on the main thread. One that raises while this waits ends the wait and not
-    the call: what it changes is never left half changed. Where no thread can be started, as at the
-    end of the interpreter, the call is made here.
+    Signal handlers run on the main thread. A handler that raises meanwhile ends the wait and not
+    the call: the state that the call changes is never left half changed. Where no thread can be
+    started, as at the end of the interpreter, the call is made here.
 
     Args:
         function: The call; made in the caller's context.
-        name: Of the thread.
-        on_interrupt: Called with what has interrupted the wait, to let a call that has begun end;
-            it has `INTERRUPT_GRACE_S` for that.
+        name: Name of the thread.
+        on_interrupt: Called with the exception that has interrupted the wait, to let a call that
+            has begun end; the call has `INTERRUPT_GRACE_S` for that.
     """
     context = contextvars.copy_context()
     call = Call(lambda: context.run(function))
@@ -465,7 +465,7 @@ def map_concurrently(
 
 
 def raise_failed(failed: dict[str, WTransferError], num_calls: int) -> None:
-    """Raise what has failed in `map_concurrently`, if anything has.
+    """Raise the failures of `map_concurrently`, if there are any.
 
     Raises:
         WTransferError: The only failure.
@@ -604,11 +604,11 @@ def check_process(pid: int, what: str) -> None:
     Threads that would end a wait, and that might hold a lock, are not in a child.
 
     Args:
-        pid: Of the process that has made it.
-        what: Its class, for the error.
+        pid: Process that has made the object.
+        what: Class of the object, for the error.
 
     Raises:
-        ForkedError: This is another process.
+        ForkedError: The calling process is another one.
     """
     if os.getpid() != pid:
         raise ForkedError(f"this {what} belongs to the parent process; after fork() make a new one")
@@ -618,7 +618,7 @@ class Closable(Protocol):
     """An object with threads behind it."""
 
     def close(self) -> None:
-        """End them; a second call does nothing."""
+        """End the threads; a second call does nothing."""
 
 
 _open: weakref.WeakSet[Closable] = weakref.WeakSet()

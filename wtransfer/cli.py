@@ -1,4 +1,4 @@
-"""The command line. Each command lives with what it commands and is imported when it is used."""
+"""The command line. Commands live with the code they call and are imported when they are used."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import click
 
 
 class Place(NamedTuple):
-    """Where a command is, and what the overview says about it."""
+    """Location of a command, and its line in the overview."""
 
     module: str
-    """Module that defines it."""
+    """Module that defines the command."""
     attr: str
-    """Its name there."""
+    """Name in that module."""
     summary: str
     """One line; here, so that the overview imports no command."""
 
@@ -54,7 +54,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; an unknown one is a usage error that lists what there is."""
+        """Look up the command; an unknown one is a usage error that lists the commands."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:

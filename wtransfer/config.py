@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class HasBackend(Protocol):
-    """What the engine factory reads of a weight transfer config."""
+    """Part of a weight transfer config that the engine factory reads."""
 
     @property
     def backend(self) -> str:
@@ -27,7 +27,7 @@ class HasBackend(Protocol):
 
 @dataclass(frozen=True)
 class WeightTransferConfig:
-    """Which engine moves the weights."""
+    """Choice of the engine that moves the weights."""
 
     backend: str = "nccl"
     """Engine name in the group ``wtransfer.engines``."""
@@ -35,7 +35,7 @@ class WeightTransferConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Where one worker process stands in its serving instance and in the fleet."""
+    """Place of one worker process in its serving instance and in the fleet."""
 
     rank: int = 0
     """Rank within the instance, 0-based."""
@@ -55,7 +55,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class KVTransferConfig:
-    """Which connector moves KV cache, and with what options."""
+    """Choice of the connector that moves KV cache, with its options."""
 
     kv_connector: str | None = None
     """Connector name in the group ``wtransfer.connectors``."""
@@ -86,12 +86,12 @@ class KVCacheConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What is served."""
+    """The served model."""
 
     model: str = ""
-    """Name of the model, or where it is."""
+    """Name or path of the model."""
     dtype: str = ""
-    """Of its computation."""
+    """Dtype of its computation."""
 
 
 @dataclass(frozen=True)
@@ -101,16 +101,16 @@ class ServingConfig:
     weight_transfer_config: WeightTransferConfig = field(default_factory=WeightTransferConfig)
     """The weight engine."""
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
-    """This process's place."""
+    """Place of this process."""
     kv_transfer_config: KVTransferConfig | None = None
     """The connector; None where KV stays in the instance."""
     cache_config: KVCacheConfig | None = None
     """Shape of the KV cache, where it is known before the workers have one."""
     model_config: ModelConfig = field(default_factory=ModelConfig)
-    """What is served."""
+    """The served model."""
 
 
-# -- what an offloading spec is made with ---------------------------------------------------------
+# -- config of an offloading spec -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class OffloadingModelConfig:
 
 @dataclass(frozen=True)
 class OffloadingCacheConfig:
-    """How tokens become hashes and blocks become chunks."""
+    """Tokens per hash and blocks per chunk."""
 
     tokens_per_hash: int = 16
     """Tokens per block hash."""
@@ -147,7 +147,7 @@ class OffloadingCacheConfig:
 
 @dataclass(frozen=True)
 class OffloadingParallelConfig:
-    """Where this process stands among those that share the spec's tier."""
+    """Place of this process among those that share the spec's tier."""
 
     rank: int = 0
     """Rank in ``[0, world_size)``; 0 on the scheduler's side."""
@@ -165,7 +165,7 @@ class OffloadingParallelConfig:
 
 @dataclass(frozen=True)
 class OffloadingConfig:
-    """Everything that a spec of today's shape is made with; vLLM's own object fits, too."""
+    """Complete configuration of a spec; vLLM's own object fits, too."""
 
     extra_config: Mapping[str, Any] = field(default_factory=dict)
     """Options, from ``kv_connector_extra_config``."""
@@ -180,9 +180,9 @@ class OffloadingConfig:
     cache: OffloadingCacheConfig = field(default_factory=OffloadingCacheConfig)
     """Hashes and chunks."""
     parallel: OffloadingParallelConfig = field(default_factory=OffloadingParallelConfig)
-    """This process's place."""
+    """Place of this process among those that share the tier."""
     enable_kv_cache_events: bool = False
-    """Whether the host takes events from the manager."""
+    """True if the host takes events from the manager."""
 
 
 # -- read in more than one room ----------------------------------------------------------------
@@ -199,7 +199,7 @@ def convert_options(options: Mapping[str, Any], cls: type[TOptions]) -> TOptions
     that do so at once, such as two ranks of one process, end the process.
 
     Raises:
-        msgspec.ValidationError: One is missing, unknown, or of another type.
+        msgspec.ValidationError: An option is missing, unknown, or of another type.
     """
     import msgspec
 
@@ -231,7 +231,7 @@ def blocks_per_chunk(extra: Mapping[str, Any], block_size: int) -> int:
         block_size: Tokens per block of the cache.
 
     Raises:
-        OffloadingOptionError: What is kept would not consist of whole blocks.
+        OffloadingOptionError: A kept block would not consist of whole blocks of the cache.
     """
     tokens_per_chunk = int(extra.get("block_size", block_size))
     blocks, rest = divmod(tokens_per_chunk, block_size)

@@ -1,4 +1,4 @@
-"""How long still: one object that is made where a wait begins and passed down."""
+"""Time left: one object that is made where a wait begins and passed down."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Deadline:
 
     @property
     def expired(self) -> bool:
-        """Whether no time is left."""
+        """True if no time is left."""
         return self.remaining() == 0.0
 
     def check(self, what: str, **facts: object) -> None:
         """Raise if no time is left.
 
         Args:
-            what: What was being waited for, as it shall stand in the error.
+            what: Event that was being waited for, as it shall stand in the error.
             **facts: Further facts for the error (worker, round, phase).
 
         Raises:

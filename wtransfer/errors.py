@@ -1,9 +1,9 @@
 """Every exception a caller may catch.
 
-Each class is a `WTransferError` and the built-in that fits, so that both ``except WTransferError``
+Every class is a `WTransferError` and the built-in that fits, so that both ``except WTransferError``
 and ordinary handlers work. Facts (worker, round, piece, plug-in, ...) are attributes; those that
-locate the failure are appended to the text, so that whoever learns them adds them once
-(`WTransferError.add_facts`) and nobody formats them twice.
+locate the failure are appended to the text, so that the code that learns them adds them once
+(`WTransferError.add_facts`) and they are never formatted twice.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from typing import Any, ClassVar, TypeAlias, get_origin, get_type_hints
 
 Fact: TypeAlias = str | int | float | bool | list[str] | None
-"""What a fact may be when it travels to another process."""
+"""Types of a fact that travels to another process."""
 
 
 class WTransferError(Exception):
@@ -31,7 +31,7 @@ class WTransferError(Exception):
     worker: str | None = None
     """Peer that failed or reported the failure."""
     round_id: str | None = None
-    """Round in which it happened."""
+    """Round in which the failure happened."""
     version: str | None = None
     """Label of the update."""
     phase: str | None = None
@@ -46,7 +46,7 @@ class WTransferError(Exception):
         vars(self).update(facts)
 
     def add_facts(self, **facts: Any) -> None:
-        """Set facts that are not known yet; what is known stays as it is."""
+        """Set facts that are not known yet; known ones stay as they are."""
         for name, value in facts.items():
             if getattr(self, name, None) is None:
                 setattr(self, name, value)
@@ -60,7 +60,7 @@ class WTransferError(Exception):
         return f"{self.message} [{', '.join(located)}]" if located else self.message
 
     def _says(self, fact: str) -> bool:
-        """Whether the message names a fact already, as a word and not within another."""
+        """Return whether the message names a fact already, as a word and not within another."""
         return re.search(rf"(?<![\w-]){re.escape(fact)}(?![\w-])", self.message) is not None
 
 
@@ -186,9 +186,9 @@ class CommitError(WTransferError, RuntimeError):
     """
 
     restored: bool = True
-    """Whether the worker holds the version it had before; of a publisher: every worker."""
+    """True if the worker holds the version it had before; of a publisher: every worker does."""
     report: Any = None
-    """The round's `Report`, of a publisher that has one. It stays in this process."""
+    """The round's `Report`, of a publisher that has one; not sent to other processes."""
 
 
 class VersionNotKeptError(WTransferError, LookupError):
@@ -242,7 +242,7 @@ class KVLayoutError(WTransferError, ValueError):
     """Two sides keep their KV cache in ways that do not fit; `field` says in what they differ."""
 
     field: str | None = None
-    """What differs."""
+    """Name of the differing field."""
 
 
 class OffloadingOptionError(WTransferError, ValueError):
@@ -292,7 +292,7 @@ class HostsError(WTransferError, RuntimeError):
     """Several hosts that were called at once have failed; the text has the error of each."""
 
     errors: dict[str, WTransferError] | None = None
-    """Host -> its error. It stays in this process."""
+    """Host -> its error; not sent to other processes."""
 
 
 class AddressError(WTransferError, ValueError):
@@ -300,7 +300,7 @@ class AddressError(WTransferError, ValueError):
 
 
 class AddressInUseError(WTransferError, OSError):
-    """Somebody listens at this address already."""
+    """The address is in use."""
 
 
 class SegmentGoneError(PeerError, LookupError):

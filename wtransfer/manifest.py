@@ -1,4 +1,4 @@
-"""What one update consists of: pieces, dtypes from a closed table, sizes, digests, fingerprint.
+"""Contents of one update: pieces, dtypes from a closed table, sizes, digests, fingerprint.
 
 Plain data without torch: a peer's manifest is judged here, before a byte is allocated for it.
 """
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class WireDtype(NamedTuple):
-    """What is known of a dtype without torch."""
+    """Properties of a dtype, known without torch."""
 
     itemsize: int
     """Bytes of an element."""
     safetensors: str | None
     """Its name in safetensors files; None: the format has none."""
     nonfinite: tuple[tuple[int, int], ...] = ()
-    """First and last word of each run of those that are NaN or infinite, as unsigned integers; of a
+    """First and last word of each run of NaN or infinite words, as unsigned integers; of a
     complex dtype, words of a part. Empty where every word is finite."""
     num_parts: int = 1
     """Parts of an element: 2 for complex."""
@@ -63,7 +63,7 @@ WIRE_DTYPES: Mapping[str, WireDtype] = {
     "complex64": WireDtype(8, "C64", _FLOAT32, num_parts=2),
     "complex128": WireDtype(16, None, _FLOAT64, num_parts=2),
 }
-"""Every dtype that is sent, by torch's name of it: the one place where a dtype is added."""
+"""Every dtype that is sent, by its torch name: the one place where a dtype is added."""
 
 DTYPES: Mapping[str, int] = {name: each.itemsize for name, each in WIRE_DTYPES.items()}
 """Wire dtypes and their item size in bytes. A peer's dtype is looked up here and nowhere else."""
@@ -87,7 +87,7 @@ WHOLE = "whole"
 """The slice of a piece that is the entire tensor."""
 
 
-# Not for the cyclic collector: it holds nothing that could lead back to it, and there are many.
+# Not for the cyclic collector: a piece holds no reference back to itself, and there are many.
 class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One tensor of an update, in the form in which it travels."""
 
@@ -99,7 +99,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_RANK)]
     """Dimensions; ``()`` for a scalar."""
     slice: str = WHOLE
-    """Which part of the tensor; only ``"whole"`` so far."""
+    """Part of the tensor; only ``"whole"`` so far."""
 
     @property
     def nbytes(self) -> int:
@@ -107,7 +107,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return math.prod(self.shape) * DTYPES[self.dtype]
 
     def check(self) -> None:
-        """Raise unless the piece is one that could be allocated.
+        """Raise unless the piece could be allocated.
 
         Raises:
             ManifestError: Bad name, unknown dtype, bad or too large dimensions.
@@ -163,7 +163,7 @@ class Manifest(msgspec.Struct, frozen=True):
     algorithm: Algorithm = "xxh3-128"
     """How pieces are digested."""
     coverage: Coverage = "full"
-    """Whether the pieces are everything (``full``) or a part of it."""
+    """``full`` if the pieces are the complete set of weights; else a part of it."""
     base: str | None = None
     """Fingerprint that a patch applies to."""
 
@@ -235,7 +235,7 @@ def fingerprint(manifest: Manifest, digests: Sequence[str]) -> str:
 class Identities:
     """Fingerprints of sets that consist of the same pieces, round after round.
 
-    All but the digests of what is hashed follows from the manifest, and is encoded once.
+    Apart from the digests, the hashed bytes follow from the manifest and are encoded once.
 
     Args:
         manifest: The pieces.
@@ -247,7 +247,7 @@ class Identities:
         canonical: list[object] = [manifest.algorithm, *([None] * len(names))]
         if manifest.coverage == "patch":
             canonical.insert(0, manifest.base)
-        # Without the rows, of which each stands for one byte.
+        # Without the rows: one byte for each.
         self._head = _encode(canonical)[: -len(names) or None]
         self._rows = [_row_head(manifest.pieces[number]) for number in self._order]
 
@@ -255,7 +255,7 @@ class Identities:
         """Return the fingerprint of the set that has these digests, in the manifest's order.
 
         Raises:
-            ValueError: They are not as many as the pieces, or no digests.
+            ValueError: Wrong number of digests, or an invalid one.
 
         Cost: about 0.1 us per piece.
         """

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, which reads them when it likes: weight rounds, and offloading specs.
+"""Metrics for Prometheus, read at its own intervals: weight rounds, and offloading specs.
 
 Weight rounds, in the process of a publisher or of worker sessions::
 
@@ -16,7 +16,7 @@ Offloading specs; every process has a collector of its own, for the sides that i
 A number ``evictions_total`` of a manager becomes the counter
 ``wtransfer_offloading_manager_evictions_total``; names that do not end in ``_total`` are gauges.
 
-Both need prometheus-client (``pip install "wtransfer[metrics]"``).
+Requires prometheus-client (``pip install "wtransfer[metrics]"``).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PREFIX = "wtransfer_offloading"
-"""What every name of offloading begins with."""
+"""Prefix of the names of offloading metrics."""
 _TOTAL = "_total"
 _BUCKETS_S = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -52,8 +52,8 @@ _BUCKETS_S = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300
 class RoundCollector:
     """Counts weight rounds; register it with `wtransfer.hooks` and a ``CollectorRegistry``.
 
-    It observes the begin and end of rounds and does nothing in between. Catch-ups of late workers
-    are rounds as well.
+    The collector observes the begin and end of rounds and does nothing in between. Catch-ups of
+    late workers are rounds as well.
 
     =========================================  ==================================================
     metric                                     meaning
@@ -77,7 +77,7 @@ class RoundCollector:
     =========================================  ==================================================
 
     Args:
-        publisher: Its workers are shown.
+        publisher: Publisher whose workers are shown.
 
     Raises:
         PluginNotInstalledError: prometheus-client is not installed.
@@ -89,7 +89,7 @@ class RoundCollector:
 
         self._publisher = publisher
         self._committed: tuple[str, str, float] | None = None
-        # In no registry: they are collected through this object.
+        # In no registry: the metrics are collected through this object.
         self._started = client.Counter(
             "wtransfer_rounds_started", "Weight rounds that began", ["side"], registry=None
         )
@@ -130,7 +130,7 @@ class RoundCollector:
     ) -> None:
         """Count the commit of a worker; note the version that all workers have."""
         if worker is None:
-            # A catch-up brings what was committed before: the weights are no newer by it.
+            # A catch-up brings weights that were committed before: they are no newer by it.
             if self._committed is None or self._committed[:2] != (version, fingerprint):
                 self._committed = version, fingerprint, time.time()
         else:
@@ -146,7 +146,7 @@ class RoundCollector:
     def wtransfer_round_ended(
         self, outcome: str, report: Report | None, error: BaseException | None
     ) -> None:
-        """Count what a round of the publisher came to."""
+        """Count the outcome of a round of the publisher."""
         name = "" if error is None else type(error).__name__
         self._ended.labels(_side(None), outcome, name).inc()
         if report is None:
@@ -191,7 +191,7 @@ class RoundCollector:
         try:
             workers = publisher.workers()
         except WTransferError:
-            # This process was forked off the publisher's: it has no workers.
+            # A process forked off the publisher's: it has no workers.
             return
         core = _families()
         states = dict.fromkeys(("fresh", "serving", "pending", "behind", "empty"), 0)
@@ -224,10 +224,10 @@ class _Watched(NamedTuple):
 
 
 class OffloadingCollector:
-    """Reads numbers when it is asked for them; register it with a ``CollectorRegistry``.
+    """Reads numbers when asked for them; register it with a ``CollectorRegistry``.
 
-    Numbers are read on the thread of whoever asks. Those of the built-in specs may be; where others
-    may not, watch an object that returns a copy which the owner's thread has made.
+    Numbers are read on the collecting thread. The built-in specs allow that; for a source that does
+    not, watch an object that returns a copy made by the owner's thread.
 
     Raises:
         PluginNotInstalledError: prometheus-client is not installed.
@@ -243,24 +243,24 @@ class OffloadingCollector:
         """Show the numbers of a manager or a worker from now on.
 
         Args:
-            source: Has ``get_stats``.
+            source: Object with ``get_stats``.
             side: ``manager`` or ``worker``; a part of the names.
-            **labels: What tells this one from others of its side: engine, rank.
+            **labels: Labels that tell this source from others of its side: engine, rank.
         """
         with self._lock:
             self._watched.append(_Watched(source, side, labels))
 
     def forget(self, source: HasStats) -> None:
-        """Show its numbers no more; nothing happens if they are not shown."""
+        """Stop showing the numbers of a source; does nothing if they are not shown."""
         with self._lock:
             self._watched = [each for each in self._watched if each.source is not source]
 
     def describe(self) -> list[Metric]:
-        """Return nothing: which names there are is known when they are read."""
+        """Return nothing: the names are known only when the numbers are read."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every number of every side that is watched, by name."""
+        """Yield every number of every watched side, by name."""
         with self._lock:
             watched = list(self._watched)
         label_names = sorted({name for each in watched for name in each.labels})

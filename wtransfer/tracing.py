@@ -4,8 +4,8 @@ In the process of a publisher, or of worker sessions::
 
     wtransfer.hooks.register(RoundTracer())
 
-It needs opentelemetry-api (``pip install "wtransfer[tracing]"``); where spans go is set up by the
-application, as for all its spans.
+Requires opentelemetry-api (``pip install "wtransfer[tracing]"``); the application sets up the
+export of spans, as for all its spans.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class RoundTracer:
     child for each phase: ``init``, ``plan``, ``transfer``, ``prepare``, ``commit``, ``finish``. Its
     status is an error unless the outcome is ``committed`` or ``verified``; so is that of the phase
     in which a round was aborted. On a worker, ``wtransfer.update``: from the plan's acceptance to
-    the commit. Both have the attribute ``wtransfer.round_id``. Updates of sessions that have one
-    name, as those of one process by default, are not told apart.
+    the commit. Both spans have the attribute ``wtransfer.round_id``. Updates of sessions that have
+    one name, as those of one process by default, are not told apart.
 
     Args:
-        tracer_provider: Where spans are made; None: the global one.
+        tracer_provider: Provider that makes the spans; None: the global one.
 
     Raises:
         PluginNotInstalledError: opentelemetry-api is not installed.

@@ -1,11 +1,12 @@
-"""Which weights this process computes with: what keeps KV cache from outliving them.
+"""Version of the weights that this process computes with: keeps KV cache from outliving them.
 
-Whoever changes a model enters it here, as a part of the change: a session when it commits. Whoever
-keeps KV cache reads it here: the fence of specs and connectors (`wtransfer.kv.fence`). So neither
-room knows the other, and no user has to tell the one of the other.
+Code that changes a model enters the change here, as a part of it: a session when it commits. Code
+that keeps KV cache reads the version here: the fence of specs and connectors
+(`wtransfer.kv.fence`). So neither room knows the other, and no user has to tell the one of the
+other.
 
-It is no observer. An observer may fail and be passed over; this is read by those who must not serve
-what they are not sure of, and while a model changes it says that nothing is sure.
+The record is no observer. An observer may fail and be passed over; the version is read by code that
+must not serve unverified KV cache, and while a model changes there is no version.
 """
 
 from __future__ import annotations
@@ -38,31 +39,31 @@ logger = logging.getLogger(__name__)
 
 
 class WeightVersion(NamedTuple):
-    """What a piece of KV cache was computed with."""
+    """Version of the weights that a piece of KV cache was computed with."""
 
     fingerprint: str
     """Identity of the weights: equal everywhere, and again after a way back to them."""
     epoch: int
-    """How often this process's weights have changed. Equal versions, read at two times in one
+    """Number of changes of this process's weights. Equal versions, read at two times in one
     process, mean that nothing has changed in between, not even there and back. Above
     `COUNT_BITS` stands a number of the process."""
 
 
 COUNT_BITS = 32
-"""Bits of an epoch that count. The others tell processes apart: one that takes the place of a
+"""Bits of an epoch that count changes. The other bits tell processes apart: the successor of a
 process that has died must not have its versions."""
 
 
 WeightVersions = tuple[WeightVersion, ...]
-"""What each rank of an instance computes with, in order of rank."""
+"""Weight version of each rank of an instance, in order of rank."""
 
 
 def known_versions(versions: Iterable[Sequence[str | int] | None]) -> WeightVersions | None:
-    """Return what all ranks compute with; None if that is not known of every one of them.
+    """Return the weight versions of all ranks; None if that of any rank is not known.
 
     Args:
-        versions: One for each rank; None where a rank's weights are changing. As they travel
-            between processes they may have become plain lists.
+        versions: One for each rank; None where a rank's weights are changing. Versions that have
+            travelled between processes may be plain lists.
     """
     given = list(versions)
     known = [WeightVersion(*version) for version in given if version is not None]  # type: ignore[arg-type]
@@ -72,7 +73,7 @@ def known_versions(versions: Iterable[Sequence[str | int] | None]) -> WeightVers
 def instance_fingerprint(versions: WeightVersions) -> str:
     """Return the identity of the weights that the ranks of an instance hold together.
 
-    Beyond the first layer, what one rank computes depends on the weights of all.
+    Beyond the first layer, the output of one rank depends on the weights of all.
     """
     names = [version.fingerprint for version in versions]
     if len(set(names)) == 1:
@@ -96,8 +97,8 @@ class ProcessWeights:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Know of no model; what this process computes has a name that nobody knows."""
-        # Taken again by its own thread: the collector may find a forgotten session at any time.
+        """Forget all models; this process's KV cache has a name that no other process knows."""
+        # Reentrant: the collector may find a forgotten session at any time, on the same thread.
         self._lock = threading.RLock()
         self._models: dict[HeldWeights, str | None] = {}
         self._leaving: set[HeldWeights] = set()
@@ -110,7 +111,7 @@ class ProcessWeights:
         self._renew_version()
 
     def version(self) -> WeightVersion | None:
-        """Return what this process computes with at this moment; None while that changes.
+        """Return the version of this process's weights at this moment; None while they change.
 
         Cost: 0.1 us; takes no lock.
         """
@@ -129,16 +130,16 @@ class ProcessWeights:
             yield
         finally:
             with self._lock:
-                # A fork in between has begun anew.
+                # The counter begins anew after a fork in between.
                 self._num_withheld = max(0, self._num_withheld - 1)
                 self._show()
 
     def hold(self, fingerprint: str, model: object = None) -> HeldWeights:
-        """Enter one more model. What it was vouched for stays its name until it changes.
+        """Enter one more model. A vouched fingerprint stays its name until the model changes.
 
         Args:
             fingerprint: Identity of its weights.
-            model: The model itself, to know it again after it was left alone. It is not kept.
+            model: The model itself, to recognise it after the session was closed; not kept.
         """
         held = HeldWeights(self, model)
         with self._lock:
@@ -146,7 +147,7 @@ class ProcessWeights:
             self._unwatched.pop(held.number, None)
             vouch = self._vouches.pop(held.number, None)
             if vouch is not None:
-                # Nothing has changed yet: the fingerprint stands for what was vouched for.
+                # Nothing has changed yet: the fingerprint stands for the vouched weights.
                 held.vouch = (fingerprint, vouch)
             self._renew_version()
         return held
@@ -154,17 +155,17 @@ class ProcessWeights:
     def vouch(
         self, model: nn.Module | Mapping[str, torch.Tensor] | WeightSource, *labels: object
     ) -> None:
-        """Digest a model that no session watches over, and name KV cache by what it consists of.
+        """Digest a model that no session watches over, and name KV cache by its fingerprint.
 
         For a process that loads weights once and serves them. The name is the fingerprint that a
         worker has after a `Publisher` of this model has sent them, so KV cache is shared with every
-        instance that has equal weights, loaded or received. This is right only for as long as the
-        model does not change: after a change call `vouch` again, or `weights_replaced`. A
+        instance that has equal weights, loaded or received. The name is right only for as long as
+        the model does not change: after a change call `vouch` again, or `weights_replaced`. A
         `WorkerSession` of the model keeps the name until its first commit.
 
         Args:
-            model: As a `Publisher` takes it. It is not kept; when it is gone, so is its name.
-            *labels: Refused: a label does not say what the weights are.
+            model: As a `Publisher` takes it; not kept: when the model is gone, so is its name.
+            *labels: Refused: a label does not identify the weights.
 
         Raises:
             TypeError: A label was given, or the model cannot be referenced weakly (a plain dict).
@@ -174,10 +175,10 @@ class ProcessWeights:
                 is shared with no other process; the first one's name counts again when the refused
                 model is gone.
             ManifestError: The model names something that no update can hold.
-            SourceError: It cannot be read.
+            SourceError: The model cannot be read.
 
         Cost: one pass over the weights, at the speed of the digest. A sharded model is gathered
-        for it, which every rank must take part in. Until it returns, there is no version.
+        for it: every rank must take part. Until the call returns, there is no version.
         """
         if labels or isinstance(model, str):
             raise TypeError(
@@ -209,28 +210,27 @@ class ProcessWeights:
         vouch.settle(fingerprint)
 
     def vouch_by_fingerprint(self, fingerprint: str, model: object) -> None:
-        """Name KV cache by the fingerprint of a model's weights, where the caller knows it.
+        """Name KV cache by a known fingerprint of a model's weights.
 
         Otherwise as `vouch`.
 
         Args:
             fingerprint: As `wtransfer.manifest.fingerprint` makes it, of the weights that the model
                 has; or of `wtransfer.manifest.local_fingerprint`: shared with no other process.
-            model: The model, or another object that lives as long and stands for it. It is not
-                kept.
+            model: The model, or another object that lives as long and stands for it; not kept.
 
         Raises:
-            ValueError: That is no fingerprint, or a session watches over the model.
+            ValueError: Not a fingerprint, or a session watches over the model.
             TypeError: The model cannot be referenced weakly.
         """
         _check_fingerprint(fingerprint)
         self.vouch_later(model).settle(fingerprint)
 
     def vouch_later(self, model: object) -> Vouch:
-        """Announce a fingerprint that is being worked out; until then there is no version.
+        """Announce a fingerprint that is being computed; until it settles there is no version.
 
-        Whatever the process learns of the model meanwhile counts: a commit, `weights_replaced` or
-        another vouch.
+        Any news of the model meanwhile counts instead: a commit, `weights_replaced` or another
+        vouch.
 
         Args:
             model: As in `vouch_by_fingerprint`.
@@ -252,12 +252,12 @@ class ProcessWeights:
     def weights_replaced(self, model: object) -> None:
         """State that a model got other weights by other means than a session's commit.
 
-        What it computes gets a new name, of this process only. Call it between two steps of the
-        model. Where a session watches over it, `WorkerSession.weights_lost` tells its publishers
-        as well.
+        KV cache of the model gets a new name, of this process only. Call it between two steps of
+        the model. Where a session watches over the model, `WorkerSession.weights_lost` tells its
+        publishers as well.
 
         Args:
-            model: As in `vouch_by_fingerprint`, whether or not anything was said of it before.
+            model: As in `vouch_by_fingerprint`; need not have been entered before.
 
         Raises:
             TypeError: The model cannot be referenced weakly.
@@ -270,7 +270,7 @@ class ProcessWeights:
                 self._vouch_as(vouch, model)
                 return
             for held in watched:
-                # None: it changes right now, and is named by what comes of that.
+                # None: the model changes right now, and is named by the outcome of the change.
                 if (present := self._models.get(held)) is not None:
                     held.vouch = (present, vouch)
             self._renew_version()
@@ -281,7 +281,7 @@ class ProcessWeights:
 
     def _vouch_as(self, vouch: Vouch, model: object) -> None:
         number = id(model)
-        # Not at the end of the process: nobody asks then.
+        # Not at the end of the process: no version is read then.
         weakref.finalize(model, self._forget, number).atexit = False
         self._unwatched.pop(number, None)
         self._vouches[number] = vouch
@@ -313,20 +313,21 @@ class ProcessWeights:
             if held not in self._models:
                 return
             if self._models[held] is None:
-                self._leaving.add(held)  # once it has ceased to change
+                self._leaving.add(held)  # once the model has ceased to change
             else:
                 self._drop(held)
 
     def _drop(self, held: HeldWeights) -> None:
         del self._models[held]
         self._leaving.discard(held)
-        # Nobody watches over this model any more: what it computes has a name that nobody knows.
+        # No session watches over this model any more: its KV cache gets a name that no other
+        # process knows.
         if held.when_gone(functools.partial(self._forget, held.number)):
             self._unwatched[held.number] = local_fingerprint()
         self._renew_version()
 
     def _forget(self, number: int) -> None:
-        """Hear that a model which nobody watched over is gone: it computes nothing any more."""
+        """Drop a collected model that no session watched over: it computes nothing any more."""
         with self._lock:
             unwatched = self._unwatched.pop(number, None)
             vouch = self._vouches.pop(number, None)
@@ -339,7 +340,7 @@ class ProcessWeights:
         names = self._names()
         known = [each for each in names if each is not None]
         version = WeightVersion(self._joined(known), epoch) if len(known) == len(names) else None
-        # Else the collector has come in between, and what it has found is the news.
+        # Else the collector has run in between, and a newer version is already set.
         if self._epoch == epoch:
             self._named = version
             self._show()
@@ -348,7 +349,7 @@ class ProcessWeights:
         self._version: WeightVersion | None = None if self._num_withheld else self._named
 
     def _names(self) -> list[str | None]:
-        """Return the name of each model; None where it changes, or is being worked out."""
+        """Return the name of each model; None where it changes, or is being computed."""
         watched = [held.name(self._models.get(held)) for held in list(self._models)]
         vouched = [vouch.fingerprint for vouch in list(self._vouches.values())]
         return [*watched, *self._unwatched.values(), *vouched]
@@ -356,7 +357,7 @@ class ProcessWeights:
     def _joined(self, names: list[str]) -> str:
         if len(names) < len(("one", "another")):
             return names[0] if names else self._own
-        # In the order in which they came: which model has which weights matters.
+        # In order of entry: which model has which weights matters.
         together = "\0".join([self._own, *names])
         return "several:" + xxhash.xxh3_128_hexdigest(together.encode())
 
@@ -368,16 +369,16 @@ class HeldWeights:
         self._process = process
         self._model: Callable[[], object] | None = None
         self.vouch: tuple[str, Vouch] | None = None
-        """A fingerprint that the session enters, and what names the weights that it stands for."""
+        """Fingerprint that the session enters, and the vouch that names the same weights."""
         self.number = -next(_numbers)
         """Tells models apart, as long as they live."""
-        # Of a plain dictionary, say, nobody can tell whether it is gone.
+        # The end of a plain dictionary, say, cannot be observed.
         with contextlib.suppress(TypeError):
             self._model = weakref.ref(model)
             self.number = id(model)
 
     def name(self, fingerprint: str | None) -> str | None:
-        """Return what names the weights that the session calls by this fingerprint."""
+        """Return the name of the weights that the session calls by this fingerprint."""
         if self.vouch is not None and self.vouch[0] == fingerprint:
             return self.vouch[1].fingerprint
         return fingerprint
@@ -387,21 +388,21 @@ class HeldWeights:
         return self._model is not None and self._model() is model
 
     def when_gone(self, call: Callable[[], object]) -> bool:
-        """Have something called when the model is gone; return whether it is there now."""
+        """Register a call for when the model is gone; return whether it is there now."""
         if self._model is None:
             return True
         model = self._model()
         if model is not None:
-            # Not at the end of the process: nobody asks then.
+            # Not at the end of the process: no version is read then.
             weakref.finalize(model, call).atexit = False
         return model is not None
 
     @contextlib.contextmanager
     def changing(self, outcome: Callable[[], str]) -> Iterator[None]:
-        """Hold the model to have no name while it changes.
+        """Withhold the model's name while it changes.
 
         Args:
-            outcome: Returns the identity of what it consists of afterwards, however that went.
+            outcome: Returns the identity of the model's weights afterwards, also after a failure.
         """
         self.change()
         try:
@@ -410,11 +411,11 @@ class HeldWeights:
             self.settle(outcome())
 
     def change(self) -> None:
-        """Hold the model to have no name until `settle`."""
+        """Withhold the model's name until `settle`."""
         self._process._enter(self, None)  # noqa: SLF001  # the two are one thing
 
     def settle(self, fingerprint: str) -> None:
-        """State what the model consists of from now on.
+        """Set the model's identity from now on.
 
         Args:
             fingerprint: Identity of its weights.
@@ -427,12 +428,12 @@ class HeldWeights:
 
 
 class Vouch:
-    """A fingerprint that is being worked out; made by `ProcessWeights.vouch_later`."""
+    """A fingerprint that is being computed; made by `ProcessWeights.vouch_later`."""
 
     def __init__(self, process: ProcessWeights) -> None:
         self._process = process
         self.fingerprint: str | None = None
-        """None until it is known."""
+        """The fingerprint; None until it is known."""
 
     def settle(self, fingerprint: str) -> None:
         """State the fingerprint; does nothing where the model has been given another name since.
@@ -443,7 +444,7 @@ class Vouch:
             fingerprint: As in `ProcessWeights.vouch_by_fingerprint`.
 
         Raises:
-            ValueError: That is no fingerprint.
+            ValueError: Not a fingerprint.
         """
         _check_fingerprint(fingerprint)
         self._process._settle(self, fingerprint)  # noqa: SLF001
@@ -458,6 +459,6 @@ def _check_fingerprint(fingerprint: str) -> None:
 
 
 process_weights = ProcessWeights()
-"""Those of this process; a forked child begins anew, for its models may become others."""
+"""Weights of this process; a forked child begins anew, for its models may become others."""
 
 os.register_at_fork(after_in_child=process_weights.begin_anew)

@@ -1,4 +1,4 @@
-"""What a trainer offers and a worker takes: tensors by name, without a transfer."""
+"""Weight sources of a trainer and targets of a worker: tensors by name, without a transfer."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class ParamMeta:
     """Torch placement per mesh axis of a sharded tensor; given together with `mesh`. Such a tensor
     is gathered from what each rank's ``iter_local`` yields."""
     digest: str | None = None
-    """xxh3-128 that its bytes must have, where the source knows it (a checkpoint that was sealed):
-    a round in which they come out otherwise is ended."""
+    """xxh3-128 that its bytes must have, where the source knows it (a sealed checkpoint): a round
+    in which the digest differs is ended."""
 
     @property
     def mesh_shape(self) -> tuple[int, ...] | None:
@@ -52,7 +52,7 @@ class ParamMeta:
 
 
 class WeightSource(Protocol):
-    """The trainer's weights: what there is, and fresh passes over it.
+    """The trainer's weights: their metadata, and fresh passes over them.
 
     A source whose tensors are not in memory may have a method ``iter_unread()`` as well: the pass
     of `iter_full`, with an object in place of each tensor that has its ``dtype``, ``shape`` and
@@ -74,7 +74,7 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a target expects under one name."""
+    """Tensor that a target expects under one name."""
 
     dtype: torch.dtype
     """Dtype of the tensor as the target holds it."""
@@ -90,15 +90,15 @@ class TensorSpec:
 
 
 class WeightTarget(Protocol):
-    """What a worker session writes to: a model, a state dict, or a serving engine's model.
+    """Destination of a worker session: a model, a state dict, or a serving engine's model.
 
-    All methods run on the thread that owns the model, except `schema`, which may run on the
-    session's thread at any time.
+    Methods run on the thread that owns the model, except `schema`, which may run on the session's
+    thread at any time.
 
-    Three more may be left out: ``forget()``, called when the model has lost its weights otherwise
-    than by a commit: a target that keeps what was applied last, for `capture`, drops it then;
+    Three optional members: ``forget()``, called when the model has lost its weights otherwise than
+    by a commit: a target that keeps the set applied last, for `capture`, drops it then;
     ``vouched_as``, the object by which `process_weights` knows the model, where that is not the
-    target itself; and ``proven``, false where it is not known whether the model computes with what
+    target itself; and ``proven``, false where the model may compute with other weights than those
     it was given: its KV cache then has a name that only this process knows.
     """
 
@@ -113,4 +113,4 @@ class WeightTarget(Protocol):
         """
 
     def capture(self) -> Mapping[str, torch.Tensor] | None:
-        """Return what `apply` would need to restore the present state, or None if it cannot."""
+        """Return the tensors with which `apply` restores the present state; None: it cannot."""

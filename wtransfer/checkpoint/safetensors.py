@@ -1,9 +1,9 @@
-"""The safetensors format: where each tensor lies in a file, read and written without a mapping.
+"""The safetensors format: position of each tensor in a file, read and written without a mapping.
 
 The format's own library maps the files that it reads. A mapped file that is cut, or whose share
-goes away, ends the process with a signal; here it is an error that names the tensor. So headers
-are parsed here, dtypes are looked up in a closed table, and tensors are read by ``pread`` into
-memory of their own.
+goes away, ends the process with a signal; here the reader gets an error that names the tensor. So
+headers are parsed here, dtypes are looked up in a closed table, and tensors are read by ``pread``
+into memory of their own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SUFFIX = ".safetensors"
 SINGLE_NAME = f"model{SUFFIX}"
 """Name of the file where there is only one."""
 INDEX_NAME = f"{SINGLE_NAME}.index.json"
-"""File that says which of several files has which tensor."""
+"""File that maps each tensor to one of several files."""
 _FORMAT_DTYPES = {name: each.safetensors for name, each in WIRE_DTYPES.items() if each.safetensors}
 _FROM_FORMAT = {theirs: name for name, theirs in _FORMAT_DTYPES.items()}
 MAX_HEADER_NBYTES = 100_000_000
@@ -60,7 +60,7 @@ class StoredTensor:
         return self.offset + self.piece.nbytes
 
     def check(self) -> None:
-        """Raise unless a file could hold the tensor there.
+        """Raise unless a file could hold the tensor at its offset.
 
         Raises:
             ManifestError: Bad name, dtype, shape or offset.
@@ -75,7 +75,7 @@ class StoredTensor:
 def stored_form(piece: Piece) -> tuple[str, tuple[int, ...]]:
     """Return wire dtype and shape of a piece as files hold it.
 
-    The format has no complex numbers of 16 bytes; they are stored as pairs of numbers of 8.
+    The format has no complex numbers of 16 bytes: stored as pairs of numbers of 8.
     """
     if piece.dtype == "complex128":
         return "float64", (*piece.shape, 2)
@@ -87,7 +87,7 @@ def stored_form(piece: Piece) -> tuple[str, tuple[int, ...]]:
 
 class _Entry(msgspec.Struct, frozen=True):
     dtype: str
-    # One more than a piece may have: see `stored_form`.
+    # One dimension more than a piece may have: see `stored_form`.
     shape: Annotated[
         tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=MAX_RANK + 1)
     ]
@@ -104,14 +104,14 @@ def read_header(fd: int, shown: str) -> dict[str, StoredTensor]:
 
     Args:
         fd: The file.
-        shown: Its name, for errors.
+        shown: Name of the file, for errors.
 
     Returns:
         The tensors by name, in the order in which they lie in the file.
 
     Raises:
-        SourceError: Not a safetensors file, or cut off: then the first tensor is named of which
-            bytes are missing; or tensors overlap, or leave bytes between them.
+        SourceError: Not a safetensors file, or cut off: then the first tensor with missing bytes is
+            named; or tensors overlap, or leave bytes between them.
     """
     with storage_errors(f"reading {shown}"):
         nbytes = os.fstat(fd).st_size
@@ -168,11 +168,11 @@ def read_bytes(fd: int, stored: StoredTensor, into: memoryview, start: int, show
         fd: The file.
         stored: The tensor.
         into: Memory of as many bytes as are read.
-        start: The first of them, from the tensor's first.
+        start: First byte to read, counted from the tensor's first.
         shown: Name of the file, for errors.
 
     Raises:
-        TruncatedError: The file ends before them.
+        TruncatedError: The file ends before the bytes.
         StorageError: The file cannot be read.
     """
     offset = stored.offset + start
@@ -187,7 +187,7 @@ def read_tensor(fd: int, stored: StoredTensor, shown: str) -> torch.Tensor:
 
     Args:
         fd: The file.
-        stored: The tensor; its dtype may be another one of the same size than the file's.
+        stored: The tensor; its dtype may differ from the file's if the size is the same.
         shown: Name of the file, for errors.
 
     Raises:
@@ -216,12 +216,12 @@ def _cut_off(shown: str, stored: StoredTensor, nbytes: int) -> str:
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of a checkpoint that is to be written."""
+    """One file of a checkpoint to write."""
 
     name: str
     """Name of the file."""
     header: bytes
-    """Its beginning."""
+    """First bytes of the file."""
     offsets: dict[str, int]
     """Tensor -> its first byte in the file."""
 
@@ -276,7 +276,7 @@ class CheckpointWriter:
     By system calls, not through a mapping: on a full disk a mapping ends the process.
 
     Args:
-        folder: Empty, and open for as long as the writer is.
+        folder: Empty folder, open for as long as the writer is.
         pieces: The tensors that will be written.
         shard_nbytes: Bytes of a file, unless one tensor is larger.
 
@@ -307,14 +307,14 @@ class CheckpointWriter:
             write_at(self._fd(shard), [data], shard.offsets[tensor])
 
     def sync(self, file: str) -> None:
-        """Bring a file's bytes to where other hosts read them."""
+        """Flush a file's bytes, so that other hosts read them."""
         with storage_errors(f"writing '{self._folder.path}/{file}'"):
             os.fdatasync(self._fds[file])
 
     def finish(self) -> None:
         """Bring all files to the disk, and write their index if there are several."""
         for shard in self._shards:
-            # Made here if nothing was written to it: no tensors, or empty ones.
+            # Created here if nothing was written to the file: no tensors, or empty ones.
             with storage_errors(f"writing '{self._folder.path}/{shard.name}'"):
                 os.fsync(self._fd(shard))
         if len(self._shards) > 1:

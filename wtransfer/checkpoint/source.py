@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 MANIFEST_NAME = "wtransfer.json"
 """Name of a checkpoint's seal, beside its files."""
 MAX_MANIFEST_NBYTES = 256 << 20
-"""Largest seal: the most pieces with the longest names, and some."""
+"""Largest seal, in bytes: the most pieces with the longest names, and some."""
 MAX_INDEX_NBYTES = 256 << 20
-"""Largest index of shards."""
+"""Largest index of shards, in bytes."""
 ENFORCED: Algorithm = "xxh3-128"
 """The digest of rounds: only seals with this one can be enforced."""
 
@@ -69,7 +69,7 @@ class SealedPiece(msgspec.Struct, frozen=True):
     shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_RANK)]
     """Dimensions."""
     digest: Digest
-    """Of its bytes."""
+    """Digest of its bytes."""
 
 
 class ManifestFile(msgspec.Struct, frozen=True):
@@ -82,9 +82,9 @@ class ManifestFile(msgspec.Struct, frozen=True):
     fingerprint: Digest
     """Identity of the whole."""
     created_at: float
-    """When it was written, in seconds since the epoch."""
+    """Time of writing, in seconds since the epoch."""
     algorithm: Algorithm
-    """How the digests were made."""
+    """Algorithm of the digests."""
     pieces: Annotated[tuple[SealedPiece, ...], msgspec.Meta(max_length=MAX_PIECES)]
     """Every tensor."""
 
@@ -95,7 +95,7 @@ class ManifestFile(msgspec.Struct, frozen=True):
         Args:
             version: Label.
             manifest: Its pieces, all of them whole.
-            digests: In the manifest's order.
+            digests: Digests in the manifest's order.
         """
         rows = zip(manifest.pieces, digests, strict=True)
         return cls(
@@ -119,10 +119,10 @@ class ManifestFile(msgspec.Struct, frozen=True):
         return [each.digest for each in self.pieces]
 
     def write(self, folder: Folder) -> None:
-        """Write it to a folder; one that is there is replaced atomically.
+        """Write the manifest to a folder; an existing one is replaced atomically.
 
         Raises:
-            StorageError: It could not be written.
+            StorageError: The manifest could not be written.
         """
         folder.replace(MANIFEST_NAME, msgspec.json.encode(self))
 
@@ -135,7 +135,7 @@ def read_manifest(folder: Folder, *, follow_links: bool = True) -> ManifestFile 
     """Read the ``wtransfer.json`` of a folder; None if there is none.
 
     Raises:
-        ManifestError: It is too large, malformed, states pieces that no update can hold, or
+        ManifestError: The file is too large, malformed, states pieces that no update can hold, or
             contradicts itself.
     """
     shown = repr(f"{folder.path}/{MANIFEST_NAME}")
@@ -204,7 +204,7 @@ class CheckpointSource:
             for file, names in ({path.name: None} if single else self._files(folder)).items():
                 self._add(folder, file, names)
             manifest = read_manifest(folder, follow_links=follow_links) if sealed else None
-        # A manifest of other names, beside a single file, is about other files.
+        # A manifest of other names, beside a single file, belongs to other files.
         if manifest and not (single and {p.name for p in manifest.pieces} != self._metas.keys()):
             self._enforce(manifest)
 
@@ -241,7 +241,7 @@ class CheckpointSource:
             with _open_file(folder, file, follow=self._follow_links) as fd:
                 header = read_header(fd, repr(f"{folder.path}/{file}"))
         except StorageError as error:
-            # The tensors that it should have say which part is missing.
+            # The tensors that the file should have tell the missing part.
             first = min(names) if names else None
             raise SourceError(f"no whole checkpoint: {error.message}", piece=first) from error
         for name in sorted(header if names is None else names):
@@ -258,8 +258,8 @@ class CheckpointSource:
         """Take the tensors' forms and digests from the manifest.
 
         Raises:
-            ManifestError: Rounds do not digest as it does.
-            SourceError: It has other tensors; the first is named, and how many there are.
+            ManifestError: Rounds use another digest algorithm than the manifest.
+            SourceError: The manifest has other tensors; the error names the first, and their count.
         """
         if manifest.algorithm != ENFORCED:
             raise ManifestError(
@@ -288,7 +288,7 @@ class CheckpointSource:
 
     @property
     def files(self) -> set[Path]:
-        """The files that it consists of."""
+        """Files of the checkpoint."""
         return {self._folder / file for file in self._file_of.values()}
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -304,7 +304,7 @@ class CheckpointSource:
             yield name, unread.load()
 
     def iter_unread(self) -> Iterator[tuple[str, UnreadTensor]]:
-        """Yield tensors file by file, each to be read into memory that the caller has.
+        """Yield tensors file by file, each to be read into the caller's memory.
 
         Raises:
             SourceError: As in `iter_full`.
@@ -330,7 +330,7 @@ class CheckpointSource:
         return tensor
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the same: a checkpoint on disk has no ranks."""
+        """Yield the same as `iter_full`: a checkpoint on disk has no ranks."""
         return self.iter_full()
 
     def _open_tensors(
@@ -338,7 +338,7 @@ class CheckpointSource:
     ) -> Iterator[tuple[str, UnreadTensor]]:
         shown = repr(f"{self._folder}/{file}")
         with self._opened(file) as folder, _open_file(folder, file, self._follow_links) as fd:
-            # Read again: it may be another file than when the tensors were listed.
+            # Read again: the file may be another one than when the tensors were listed.
             header = read_header(fd, shown)
             for meta in metas:
                 piece, now = _piece(meta), header.get(meta.name)
@@ -354,10 +354,10 @@ class CheckpointSource:
 
     @contextlib.contextmanager
     def _opened(self, file: str) -> Iterator[Folder]:
-        """Open the folder, anew each time: only that shows what a share has now.
+        """Open the folder, anew each time: only that shows the present content of a share.
 
         Raises:
-            SourceError: In place of whatever the disk, or a file that ends too early, raises.
+            SourceError: In place of any error of the disk, or of a file that ends too early.
         """
         with (
             _source_errors(repr(f"{self._folder}/{file}")),
@@ -367,27 +367,27 @@ class CheckpointSource:
 
 
 class UnreadTensor:
-    """A tensor of a checkpoint, read when and where it is wanted.
+    """A tensor of a checkpoint, read on demand into memory of the caller's choice.
 
-    It can be read until the next one is asked for.
+    Readable until the next tensor is asked for.
 
     Args:
         fd: The file.
-        stored: Where it lies there.
+        stored: Position of the tensor in it.
         shown: Name of the file, for errors.
     """
 
     def __init__(self, fd: int, stored: StoredTensor, shown: str) -> None:
         self.dtype: torch.dtype = torch_dtype(stored.piece.dtype)
-        """Its dtype."""
+        """Dtype of the tensor."""
         self.shape: tuple[int, ...] = stored.piece.shape
-        """Its shape."""
+        """Shape of the tensor."""
         self.nbytes: int = stored.piece.nbytes
-        """Its bytes."""
+        """Bytes of the tensor."""
         self._fd, self._stored, self._shown = fd, stored, shown
 
     def read(self, into: memoryview, start: int) -> None:
-        """Read bytes into memory: as many as it has, from byte `start` on.
+        """Read bytes, from byte `start` on, until `into` is full.
 
         Raises:
             SourceError: The file is cut off, or cannot be read.
@@ -396,20 +396,20 @@ class UnreadTensor:
             read_bytes(self._fd, self._stored, into, start, self._shown)
 
     def load(self) -> torch.Tensor:
-        """Read all of it into memory of its own. Raises as `read`; then nothing is allocated."""
+        """Read the tensor into memory of its own. Raises as `read`; then nothing is allocated."""
         with _source_errors(self._shown):
             return read_tensor(self._fd, self._stored, self._shown)
 
 
 @contextlib.contextmanager
 def _source_errors(shown: str) -> Iterator[None]:
-    """Raise a `SourceError` in place of what the disk, or a file that ends too early, raises."""
+    """Raise a `SourceError` in place of an error of the disk, or of a file that ends too early."""
     try:
         yield
     except StorageError as error:
         raise SourceError(f"cannot read {shown}: {error.message}") from error
     except TruncatedError as error:
-        # It was whole when its header was read; no peer is to blame.
+        # The file was whole when its header was read: not a peer's truncation.
         raise SourceError(error.message, piece=error.piece) from error
 
 
@@ -435,7 +435,7 @@ def _piece(meta: ParamMeta) -> Piece:
 
 
 def _differences(found: Sequence[ParamMeta], manifest: ManifestFile) -> dict[str, str]:
-    """Return tensor -> how it differs from the manifest in presence, dtype or shape."""
+    """Return tensor -> its difference from the manifest in presence, dtype or shape."""
     pieces = {meta.name: _piece(meta) for meta in found}
     wrong: dict[str, str] = {}
     for sealed in manifest.manifest.pieces:
@@ -457,12 +457,12 @@ def describe(source: CheckpointSource, version: str | None = None) -> ManifestFi
     """Digest a checkpoint.
 
     Args:
-        source: Reads it.
+        source: The checkpoint.
         version: Label, for people.
 
     Raises:
-        SourceError: It cannot be read.
-        ManifestError: It names something that no update can hold.
+        SourceError: The checkpoint cannot be read.
+        ManifestError: The checkpoint names something that no update can hold.
 
     Cost: reads everything once.
     """
@@ -473,17 +473,17 @@ def describe(source: CheckpointSource, version: str | None = None) -> ManifestFi
 
 
 def seal(checkpoint: Path, version: str | None = None) -> ManifestFile:
-    """Write ``wtransfer.json`` beside a checkpoint; one that is there is replaced atomically.
+    """Write ``wtransfer.json`` beside a checkpoint; an existing one is replaced atomically.
 
     Args:
         checkpoint: Folder.
         version: Label, for people.
 
     Returns:
-        What was written.
+        The written manifest.
 
     Raises:
-        SourceError: It is no whole checkpoint.
+        SourceError: The folder holds no whole checkpoint.
         StorageError: The file could not be written.
 
     Cost: reads everything once.
@@ -498,11 +498,11 @@ def check(checkpoint: Path) -> tuple[ManifestFile, dict[str, str]]:
     """Compare a checkpoint with its ``wtransfer.json``.
 
     Returns:
-        The manifest; and for every tensor that differs, by its name, how.
+        The manifest; and name -> difference, for every tensor that differs.
 
     Raises:
-        SourceError: It is no whole checkpoint.
-        ManifestError: It has no manifest, or none that can be read.
+        SourceError: The folder holds no whole checkpoint.
+        ManifestError: There is no manifest, or none that can be read.
 
     Cost: reads everything once.
     """

@@ -1,7 +1,7 @@
 """A folder of committed versions, which any process may read and one at a time may write.
 
 ``current.json`` is the truth: the index of the versions that are retained; the last one is current.
-It is replaced atomically when a version has been committed. ::
+The index is replaced atomically when a version has been committed. ::
 
     current.json                   the index, oldest version first
     00000012-3f2a9c1b7d04/         one version: a checkpoint in the usual layout, and its manifest
@@ -45,7 +45,8 @@ CURRENT_NAME = "current.json"
 MAX_RETAINED = 1000
 """Most versions in an index."""
 REMOVAL_GRACE_S = 5.0
-"""How long closing waits for old versions to be removed; the next writer removes the rest."""
+"""Longest wait of closing for old versions to be removed, in seconds; the next writer removes the
+rest."""
 _MAX_INDEX_NBYTES = 4 << 20
 _FOLDER_PATTERN = r"[0-9]{8,18}-[0-9a-f]{12}"
 _FOLDER = re.compile(_FOLDER_PATTERN, re.ASCII)
@@ -53,7 +54,7 @@ _INCOMING = re.compile(r"\.incoming-[0-9a-f]{16}")
 
 
 class Version(msgspec.Struct, frozen=True):
-    """One committed version."""
+    """A committed version."""
 
     version: str
     """Label."""
@@ -62,7 +63,7 @@ class Version(msgspec.Struct, frozen=True):
     nbytes: Annotated[int, msgspec.Meta(ge=0)]
     """Bytes of its tensors."""
     committed_at: float
-    """When, in seconds since the epoch."""
+    """Time of the commit, in seconds since the epoch."""
     folder: Annotated[str, msgspec.Meta(pattern=rf"^{_FOLDER_PATTERN}\Z")]
     """Its folder, in the store."""
 
@@ -100,7 +101,7 @@ class VersionStore:
         """Return the latest version of that identity.
 
         Raises:
-            VersionNotKeptError: It is not retained, or not any more.
+            VersionNotKeptError: The version is not retained, or not any more.
         """
         found = [each for each in self.versions() if each.fingerprint == fingerprint]
         if not found:
@@ -114,7 +115,7 @@ class VersionStore:
         return self.root / version.folder
 
     def source(self, version: Version) -> CheckpointSource:
-        """Return a version's weights, with the digests that they were committed with.
+        """Return a version's weights, with the digests of their commit.
 
         Raises:
             SourceError: A file is missing or damaged, or a symbolic link.
@@ -136,19 +137,20 @@ class VersionWriter:
 
     A version is added in three steps, and its writer may die between any two:
 
-    1. It is written to a folder with a temporary name (`begin`). Dead: the next writer removes it.
+    1. The version is written to a folder with a temporary name (`begin`). Dead: the next writer
+       removes it.
     2. That folder gets its name (`publish`). Dead: no index has it, the next writer removes it.
-    3. The index gets it (`commit`), and versions beyond the retained ones are removed. Dead: the
-       next writer removes what no index has.
+    3. The index gets the version (`commit`), and versions beyond the retained ones are removed.
+       Dead: the next writer removes folders that no index has.
 
     Args:
-        root: The folder; it is made if it is not there.
+        root: The folder; made if it is not there.
         num_retained: Versions to retain, the current one among them.
 
     Raises:
         StorageInUseError: Another process writes there.
         StorageError: The folder cannot be made, or not be written to.
-        ManifestError: Its ``current.json`` is damaged. Nothing is removed then.
+        ManifestError: The folder's ``current.json`` is damaged. Nothing is removed then.
     """
 
     def __init__(self, root: Path, num_retained: int) -> None:
@@ -165,7 +167,7 @@ class VersionWriter:
             self._folder.close()
             raise
         try:
-            # What dead writers have left; only names of ours.
+            # Leftovers of dead writers; only names of ours.
             known = {CURRENT_NAME, *(each.folder for each in _read_index(self._folder))}
             left = [each for each in self._folder.names() if each not in known and _is_ours(each)]
             self._remove(left)
@@ -177,7 +179,7 @@ class VersionWriter:
         """Make a folder to write a version to; return its name, and the folder, open."""
         with self._writing:
             if self._lock.held and not self._lock.in_force:
-                # Its file was removed by hand. Another process may hold the folder now.
+                # The lock's file was removed by hand. Another process may hold the folder now.
                 lost, self._lock = self._lock, FolderLock(self._folder)
                 lost.release()
             self._check_locked()
@@ -196,8 +198,8 @@ class VersionWriter:
     def commit(self, version: Version) -> None:
         """Make a published version the current one, and remove versions beyond the retained ones.
 
-        The copy that was written just now replaces an older one of the same weights: one is enough,
-        and this one is known to be whole.
+        The copy written just now replaces an older one of the same weights: one copy is enough, and
+        the new one is known to be whole.
         """
         with self._writing:
             self._check_locked()
@@ -205,7 +207,7 @@ class VersionWriter:
                 msgspec.structs.replace(each, folder=version.folder)
                 if each.fingerprint == version.fingerprint
                 else each
-                # Read again: it may have changed while the lock was not in force.
+                # Read again: the index may have changed while the lock was not in force.
                 for each in _read_index(self._folder)
                 if (each.version, each.fingerprint) != (version.version, version.fingerprint)
             ]
@@ -221,7 +223,7 @@ class VersionWriter:
                 daemon=True,
             )
             removal.start()
-            # Not before: one that was not started cannot be waited for.
+            # Not before: a thread that was not started cannot be joined.
             self._removal = removal
 
     def discard(self, name: str) -> None:
@@ -235,7 +237,7 @@ class VersionWriter:
         with self._writing:
             # Under the lock, which no removal takes: a commit that goes on elsewhere comes first.
             if self._removal is not None:
-                # It is the last one, and waits for those before it.
+                # The last removal, which waits for those before it.
                 self._removal.join(REMOVAL_GRACE_S)
             self._lock.release()
             self._folder.close()

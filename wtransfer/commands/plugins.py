@@ -33,11 +33,11 @@ DECLARED = (
     "needs_generation",
     "trainer_cls",
 )
-"""Class attributes by which a backend states what it can do."""
+"""Class attributes by which a backend declares its abilities."""
 
 TIER = "wtransfer.specs.interface:Tier"
 START_S = 30.0
-"""What a process may take besides the import of one backend, in seconds."""
+"""Time allowed to a process besides the import of one backend, in seconds."""
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 of_kind = click.option(
@@ -178,7 +178,7 @@ def new(kind: str, name: str, folder: Path | None) -> None:
 
 
 def _listed(name: str | None, kind: str | None) -> list[Listed]:
-    """Return what is installed, or what a name means.
+    """Return all installed backends, or those that a name means.
 
     Raises:
         PluginError: No backend has the name, or the settings cannot be read.
@@ -331,10 +331,10 @@ def _card(
 
 
 def _check_engine(record: Record, name: str, cls: type[Any]) -> type[Any]:
-    """Return an engine's trainer side, if all that is looked up to make both sides is there.
+    """Return an engine's trainer side, if every class needed to make both sides is there.
 
     Raises:
-        PluginError: That cannot be found or loaded, or is not what it should be.
+        PluginError: A class cannot be found or loaded, or is of a wrong type.
     """
     from wtransfer.engines.factory import WeightTransferTrainerFactory
 
@@ -348,7 +348,7 @@ def _check_engine(record: Record, name: str, cls: type[Any]) -> type[Any]:
 
 
 def _in_hosts(record: Record, options: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Return what each serving engine that is installed here says of a backend."""
+    """Return the statements of each serving engine installed here about a backend."""
     entries: dict[str, Any] = {}
     for distribution in installed():
         # One that cannot be read is in `list`'s warnings.

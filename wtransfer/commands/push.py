@@ -56,7 +56,7 @@ ADVICE = {
     "dropped": "it did not join, or was lost before the commit: start it, then push again",
     "behind": "it took no part, or ranks of its instance are missing: push again",
 }
-"""What to do about a worker that did not commit, by its outcome."""
+"""Advice about a worker that did not commit, by its outcome."""
 
 _COLUMNS = ("worker", "host", "outcome", "holds", "digests", "MB")
 _NUM_TEXT_COLUMNS = 5
@@ -451,7 +451,7 @@ class _Outcome:
         return "verified" if self.report.dry_run else "committed"
 
     def _problems(self) -> dict[str, str]:
-        """Return worker -> what is wrong and what to do, unless it has (dry run: verified) it."""
+        """Return worker -> problem and advice, unless it has committed (dry run: verified)."""
         if self.report is None:
             return {}
         found = {}
@@ -554,7 +554,7 @@ class _Outcome:
 
 
 def _described(error: WTransferError | None) -> dict[str, Any] | None:
-    """Return an error as plain data: class, text, facts, and those of every host."""
+    """Return an error as plain data: class, text, facts, and the errors of every host."""
     if error is None:
         return None
     kind, _, facts = to_wire(error)

@@ -1,4 +1,4 @@
-"""What several commands share: their end on a signal, and some options."""
+"""Common parts of commands: their end on a signal, and some options."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class EndSignal(BaseException):
 
 
 class EndSignals:
-    """What `end_signals` yields."""
+    """Control of the signals, as `end_signals` yields it."""
 
     def __init__(self) -> None:
         self.is_held_back = False
-        """Whether a signal is only noted."""
+        """True while a signal is only noted."""
         self.noted: EndSignal | None = None
-        """One that came while they were held back."""
+        """Signal that came while signals were held back."""
 
     @contextlib.contextmanager
     def held_back(self) -> Iterator[None]:
@@ -69,7 +69,7 @@ class EndSignals:
 def end_signals() -> Iterator[EndSignals]:
     """Raise `EndSignal` in the main thread on the first signal; the second ends the process.
 
-    So what is open is closed in order. A signal that was ignored from the start, as SIGINT is in
+    So open resources are closed in order. A signal that was ignored from the start, as SIGINT is in
     the background, stays so.
     """
     signals = EndSignals()

@@ -79,14 +79,14 @@ class KVConnectorFactory:
 
         Args:
             config: The serving engine's configuration, with ``kv_transfer_config``.
-            role: Which side.
+            role: Side to make.
             kv_cache_config: Shape of the KV cache.
 
         Raises:
             ConnectorGenerationError: The process runs the other generation; a `ValueError`.
             UnknownBackendError: No backend has this name; a `ValueError`.
             PluginTypeError: The class belongs to the other generation; an `AssertionError`, too.
-            PluginError: It cannot be loaded, for one of the other reasons.
+            PluginError: The connector cannot be loaded, for one of the other reasons.
         """
         _refuse_other_generation(1)
         transfer = _transfer_config(config)
@@ -106,14 +106,14 @@ class KVConnectorFactory:
         return made
 
     create_connector = create_connector_v1
-    """Today's name for it."""
+    """Today's name of `create_connector_v1`."""
 
     @classmethod
     def get_connector_class(cls, kv_transfer_config: Any) -> type[Connector]:
         """Return the class that a configuration names, of either generation.
 
         Raises:
-            PluginError: It cannot be found or loaded.
+            PluginError: The connector cannot be found or loaded.
         """
         return _class_of(kv_transfer_config)
 

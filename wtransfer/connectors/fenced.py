@@ -21,8 +21,8 @@ that the connector builds from them carry encoded ids as well.
     ``kv_transfer_params`` say ``do_remote_prefill`` with ``remote_weights`` other than this
     instance's fingerprint.
 3.  A known request that is stale (`wtransfer.kv.fence`) stays so, as the connector misses steps of
-    it. It has no match, is left out of every step, and ends with an empty list of blocks; what the
-    connector returns for the next instance is dropped.
+    it. A stale request has no match, is left out of every step, and ends with an empty list of
+    blocks; the connector's parameters for the next instance are dropped.
 4.  ``kv_transfer_params`` of other requests get ``remote_weights``, this instance's fingerprint.
 
 **The worker's side.** The metadata of a step carry the versions that the step, and each load, was
@@ -94,7 +94,7 @@ class WeightReport(KVConnectorWorkerMetadata):
     """The weight versions of workers, for the scheduler's side; a base for richer metadata."""
 
     versions: dict[int, WeightVersion | None] = field(default_factory=dict)
-    """By rank; None while a rank's weights change."""
+    """Versions by rank; None while a rank's weights change."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Self:
         """Add another worker's metadata; return this object."""
@@ -123,15 +123,15 @@ def reported_versions(
 
 
 class PlannedLoad(NamedTuple):
-    """One load, as the worker's side judges it."""
+    """A load, as the worker's side judges it."""
 
     request_id: str
     block_ids: list[int]
     """Blocks that are loaded into."""
     is_async: bool
-    """Whether the load ends after its step, with its request."""
+    """True if the load ends after its step, with its request."""
     versions: WeightVersions
-    """What the request began with; empty: it is stale."""
+    """Versions that the request began with; empty: the request is stale."""
 
 
 @dataclass
@@ -140,7 +140,7 @@ class FencedMetadata(KVConnectorMetadata):
 
     inner: Any = None
     versions: WeightVersions = ()
-    """What each rank must compute with for the step to be saved; empty: nothing is."""
+    """Version that each rank must compute with for the step to be saved; empty: no save."""
     loads: list[PlannedLoad] = field(default_factory=list)
 
 
@@ -211,7 +211,7 @@ class RequestView:
 
     Args:
         request: The request.
-        key: Of its weights, and of all else that its KV depends on.
+        key: Key of its weights, and of all else that its KV depends on.
     """
 
     __slots__ = ("_request", "_view_key", "_view_known")
@@ -227,7 +227,7 @@ class RequestView:
         else:
             setattr(self._request, name, value)
 
-    # Not by properties: what one of them raised would let the request's own ids through.
+    # Not by properties: an error raised in one would let the request's own ids through.
     def __getattr__(self, name: str) -> Any:
         if name in RequestView.__slots__:
             raise AttributeError(name)
@@ -242,7 +242,7 @@ class RequestView:
     def _follow(
         self, name: str, values: Sequence[Any], encode: Callable[[Sequence[Any], int], list[Any]]
     ) -> list[Any]:
-        """Return a list that grows with what it encodes."""
+        """Return a list that grows with the values that it encodes."""
         known = self._view_known.setdefault(name, [])
         # Sessions of vLLM give up their last tokens, and go on with others.
         first, end = max(len(known) - _COMPARED, 0), len(known)
@@ -258,7 +258,7 @@ _ENCODED = (
     "all_token_ids",
     "output_token_ids",
     "block_hashes",
-    # What stands behind them in vLLM, and is read by connectors of the field.
+    # The lists behind them in vLLM, which connectors of the field read.
     "_all_token_ids",
     "_output_token_ids",
 )
@@ -282,7 +282,7 @@ class _FencedSide:
         return Instance.of(self._config)
 
     def methods(self) -> dict[str, Callable[..., Any]]:
-        """Return what stands in the place of the connector's own methods."""
+        """Return the replacements of the connector's own methods."""
         return {name: self._method(name, own) for name, own in self._own.items()}
 
     def _method(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
@@ -290,7 +290,7 @@ class _FencedSide:
 
         @functools.wraps(own)
         def call(*args: Any, **kwargs: Any) -> Any:
-            # A connector that calls its own method passes what it got, which is fenced already, and
+            # A connector that calls its own method passes arguments that are fenced already, and
             # gets its own results.
             return (own if self._is_inside else fenced)(*args, **kwargs)
 
@@ -417,7 +417,7 @@ class FencedScheduler(_FencedSide):
             self._loads.append(PlannedLoad(request_id, block_ids, known.is_async, versions))
         elif not versions:
             return
-        # Also if it is stale: the host waits for the load that was promised, and that will fail.
+        # Also for a stale request: the host waits for the promised load, which will fail.
         self._call("update_state_after_alloc", known.view, blocks, num_external_tokens)
 
     def request_finished(
@@ -503,7 +503,7 @@ class FencedScheduler(_FencedSide):
 
 
 def _is_of_other_weights(request: Any, fingerprint: str) -> bool:
-    """Return whether another instance, of weights that are not these, has computed the prompt."""
+    """Return whether another instance, with weights other than these, has computed the prompt."""
     params = getattr(request, "kv_transfer_params", None)
     if not isinstance(params, Mapping) or not params.get("do_remote_prefill"):
         return False
@@ -524,7 +524,7 @@ class FencedWorker(_FencedSide):
         super().__init__(connector, config)
         self._versions: WeightVersions = ()
         self._is_stale = False
-        # Of the step; and by request, of loads that end after their step.
+        # Loads of the step; and by request, those that end after their step.
         self._loads: list[PlannedLoad] = []
         self._async_loads: dict[str, PlannedLoad] = {}
         self._errors: set[int] = set()
@@ -560,7 +560,7 @@ class FencedWorker(_FencedSide):
         self._call("bind_connector_metadata", connector_metadata.inner)
 
     def clear_connector_metadata(self) -> None:
-        """Drop them: the step is over."""
+        """Drop the versions and loads: the step is over."""
         self._versions, self._loads = (), []
         self._call("clear_connector_metadata")
 
@@ -580,7 +580,7 @@ class FencedWorker(_FencedSide):
         return not self._is_stale
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return what has ended; the blocks of a load for other weights are load errors."""
+        """Return the ended requests; the blocks of a load for other weights are load errors."""
         sent, received = self._call("get_finished", finished_req_ids)
         ended = {*(sent or ()), *(received or ())} & self._async_loads.keys()
         for load in [self._async_loads.pop(request_id) for request_id in ended]:

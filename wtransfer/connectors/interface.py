@@ -1,9 +1,9 @@
-"""The contract of a KV connector: what an author writes, and when it is called.
+"""The contract of a KV connector: methods that an author writes, and the order of their calls.
 
 A connector brings KV cache from another instance before the model computes it, and hands on what
-the model has computed. It has two sides: the *scheduler's* decides what comes from elsewhere, the
-*worker's* moves bytes. They are two objects, usually in two processes. An author writes both, and a
-class that names them::
+the model has computed. A connector has two sides: the *scheduler's* decides what comes from
+elsewhere, the *worker's* moves bytes. The sides are two objects, usually in two processes. An
+author writes both, and a class that names them::
 
     class MyConnector(KVConnectorBase_V1):
         scheduler_cls = "my_package.scheduler:MyScheduler"
@@ -12,9 +12,10 @@ class that names them::
     [project.entry-points."wtransfer.connectors"]
     MyConnector = "my_package.connector:MyConnector"
 
-Before anything else, the process of each W says which weights it computes with: a `WorkerSession`
-does so by itself, else `wtransfer.process_weights.vouch(model)` digests what was loaded.
-Our connectors name blocks by them; what only one process knows, nobody else finds.
+Before anything else, the process of each W states the weights that it computes with: a
+`WorkerSession` does so by itself, else `wtransfer.process_weights.vouch(model)` digests what was
+loaded. Our connectors name blocks by these weights; under a name that only one process knows, no
+other finds a block.
 
 The life of a request, S beside the scheduler, W beside every worker's model:
 
@@ -42,7 +43,7 @@ The life of a request, S beside the scheduler, W beside every worker's model:
     the blocks must stay until ``get_finished`` of every W has named the request, as sent; that may
     have been in this very step. The blocks of a request that ends while they are loaded stay in any
     case, until it is named: as received or as sent, once, when neither happens any more.
-12. S ``update_connector_output(output)``: what the workers said, aggregated over all of them.
+12. S ``update_connector_output(output)``: the workers' reports, aggregated over all of them.
 
 A load that fails is a miss: the worker names the blocks, and the host computes them.
 
@@ -51,8 +52,8 @@ side, which needs no line by its author: it keys its store by the token ids or b
 sees, and these are encoded with the weights. Call 2 then comes just before the first call 3. The
 rules stand in `wtransfer.connectors.fenced`.
 
-Arguments are the serving engine's own objects. What our connectors read of them, under the names
-that vLLM gives them, and nothing else:
+Arguments are the serving engine's own objects. Our connectors read the following of them, under the
+names that vLLM gives them, and nothing else:
 
 *   a request: ``request_id``, ``prompt_token_ids``, ``all_token_ids``, ``num_tokens``,
     ``kv_transfer_params``; and where it has them ``cache_salt``, ``lora_request``,
@@ -89,51 +90,50 @@ TMetadata = TypeVar("TMetadata", bound="KVConnectorWorkerMetadata")
 
 
 class KVConnectorRole(Enum):
-    """Which side a connector object is."""
+    """Side of a connector."""
 
     SCHEDULER = 0
     WORKER = 1
 
 
 class KVConnectorMetadata(ABC):  # noqa: B024  # a marker base, as in the field
-    """What the scheduler's side tells every worker's side for one step. Plain data."""
+    """Message of the scheduler's side to every worker's side for one step. Plain data."""
 
 
 class KVConnectorWorkerMetadata(ABC):
-    """What one worker's side tells the scheduler's side after a step. Plain data."""
+    """Message of one worker's side to the scheduler's side after a step. Plain data."""
 
     @abstractmethod
     def aggregate(self: TMetadata, other: TMetadata) -> TMetadata:
-        """Return what two workers have said, as one."""
+        """Return the metadata of two workers, merged into one."""
 
 
 class KVConnectorHandshakeMetadata(ABC):  # noqa: B024  # a marker base, as in the field
-    """What the workers of another instance must know before the first block. Plain data."""
+    """Facts that workers of another instance need before the first block. Plain data."""
 
 
 @dataclass
 class KVConnectorOutput:
-    """What the workers have said after a step, aggregated over all of them."""
+    """Reports of the workers after a step, aggregated over all of them."""
 
     finished_sending: set[str] | None = None
     """Requests that every worker has sent: their blocks may be freed."""
     finished_recving: set[str] | None = None
     """Requests that every worker has received."""
     kv_connector_worker_meta: KVConnectorWorkerMetadata | None = None
-    """What the workers' sides said to the scheduler's."""
+    """Metadata of the workers' sides for the scheduler's."""
     invalid_block_ids: set[int] = field(default_factory=set)
-    """Blocks that any worker could not load: whoever uses them must compute them."""
+    """Blocks that any worker could not load: every request that uses them must compute them."""
     failed_recving: set[str] = field(default_factory=set)
-    """Those among the received ones of which any worker could not load a part, or which begin
-    anew."""
+    """Received requests of which any worker could not load a part, or which begin anew."""
 
     def is_empty(self) -> bool:
-        """Return whether nothing was said."""
+        """Return whether nothing was reported."""
         return not any(vars(self).values())
 
 
 class ConnectorSide(ABC):  # noqa: B024  # each side has methods of its own
-    """What both sides know.
+    """Base of both sides of a connector.
 
     Args:
         config: The serving engine's configuration, with ``kv_transfer_config``.
@@ -151,26 +151,26 @@ class ConnectorSide(ABC):  # noqa: B024  # each side has methods of its own
         return {}
 
     def shutdown(self) -> None:
-        """Let go of everything. A second call does nothing."""
+        """Release everything. A second call does nothing."""
 
 
 # -- the scheduler's side ---------------------------------------------------------------------
 
 
 class ConnectorScheduler(ConnectorSide):
-    """Decides what comes from elsewhere. The scheduler's thread calls it; nothing may block."""
+    """Decides what comes from elsewhere. Called on the scheduler's thread; nothing may block."""
 
     @abstractmethod
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Say how many tokens of a prompt can be loaded beyond those that are there.
+        """Return how many tokens of a prompt can be loaded beyond the computed ones.
 
-        It may be called again for the same request, and must not change anything.
+        May be called again for the same request, and must not change anything.
 
         Args:
             request: The request: ``request_id``, ``prompt_token_ids``.
-            num_computed_tokens: Tokens whose KV cache is there already.
+            num_computed_tokens: Tokens whose KV is in the cache already.
 
         Returns:
             Number of tokens, None for "ask again in the next step", and whether the load outlasts
@@ -179,29 +179,29 @@ class ConnectorScheduler(ConnectorSide):
 
     @abstractmethod
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Hear which blocks a request has got.
+        """Take the blocks that a request has got.
 
         Args:
             request: The request.
-            blocks: All its blocks; ``get_block_ids()`` gives their numbers by group.
-            num_external_tokens: How many tokens are to be loaded; 0: none, whatever the blocks.
+            blocks: Every block of it; ``get_block_ids()`` gives their numbers by group.
+            num_external_tokens: Number of tokens to load; 0: none, whatever the blocks.
         """
 
     @abstractmethod
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Return what the workers have to do in this step. Called once; it forgets what it told.
+        """Return the workers' tasks in this step, and forget them. Called once for each step.
 
         Args:
             scheduler_output: The step.
         """
 
     def on_new_request(self, request: Any) -> None:
-        """Hear of a request before anything is asked about it."""
+        """Take a request before any other call about it."""
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Hear what the workers said after a step.
+        """Take the workers' reports after a step.
 
-        The same word may come twice, late, or about a request that is long gone.
+        The same report may come twice, late, or about a request that is long gone.
         """
 
     def request_finished(
@@ -209,44 +209,44 @@ class ConnectorScheduler(ConnectorSide):
         request: Any,  # noqa: ARG002
         block_ids: list[int],  # noqa: ARG002
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Hear that a request has ended, in whatever way; once, before its blocks are freed.
+        """End a request, whatever the reason; called once, before its blocks are freed.
 
         Returns:
-            Whether its blocks must stay until every worker has said that they are sent, and what
-            the user gets for the instance that takes over.
+            Whether its blocks must stay until every worker has reported them as sent, and the
+            parameters that the user gets for the instance that takes over.
         """
         return False, None
 
     def set_xfer_handshake_metadata(
         self, metadata: Mapping[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        """Hear what the workers' sides say to other instances, by rank. Called once."""
+        """Take the handshake metadata of the workers' sides, by rank. Called once."""
 
     def get_finished_count(self) -> int | None:
-        """Return how many workers name a request before it counts; None: all."""
+        """Return the number of workers that report a request before it counts; None: all."""
         return None
 
     def take_events(self) -> Iterable[Any]:
-        """Return what came to be kept, or ceased to, since the last call."""
+        """Return the events of blocks stored or removed since the last call."""
         return ()
 
     def reset_cache(self) -> bool | None:
-        """Forget everything that is kept; return whether that was done.
+        """Drop all stored blocks; return whether that was done.
 
-        None: it cannot be said, as where this method is left out. A change of weights is no reason
-        to call it.
+        None: unknown, as where this method is left out. A change of weights is no reason to call
+        it.
         """
         return None
 
     def has_pending_push_work(self) -> bool:
-        """Return whether steps are needed though no request is there, to end what is under way."""
+        """Return whether steps are needed without a request, to end work that is under way."""
         return False
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Take the host's block pool, once, before the first request.
 
         With its ``blocks`` by number, ``touch(blocks)`` and ``free_blocks(blocks)`` a connector
-        keeps blocks from being given to others, also after their request has let go of them. A host
+        keeps blocks from being given to others, also after their request has released them. A host
         that calls this asks the worker's side for `ConnectorWorker.get_failed_recving`.
         """
 
@@ -255,7 +255,7 @@ class ConnectorScheduler(ConnectorSide):
 
 
 class ConnectorWorker(ConnectorSide):
-    """Moves bytes into and out of a worker's cache. The model's thread calls it."""
+    """Moves bytes into and out of a worker's cache. Called on the model's thread."""
 
     def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
         super().__init__(config, kv_cache_config)
@@ -263,7 +263,7 @@ class ConnectorWorker(ConnectorSide):
 
     @property
     def metadata(self) -> Any:
-        """What the scheduler's side told for this step.
+        """Connector metadata of this step.
 
         Raises:
             ConnectorRoleError: There is no step.
@@ -276,11 +276,11 @@ class ConnectorWorker(ConnectorSide):
         return self._metadata
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Take what the scheduler's side told for the step that begins."""
+        """Take the scheduler's metadata for the step that begins."""
         self._metadata = connector_metadata
 
     def clear_connector_metadata(self) -> None:
-        """Forget it: the step is over."""
+        """Drop the metadata: the step is over."""
         self._metadata = None
 
     def has_connector_metadata(self) -> bool:
@@ -289,38 +289,39 @@ class ConnectorWorker(ConnectorSide):
 
     @abstractmethod
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin to load what this step's metadata names. It may return before that is done."""
+        """Begin the loads that this step's metadata names; may return before they are done."""
 
     @abstractmethod
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Return once what this step needs of a layer is there, or has failed."""
+        """Return once the loads of a layer that this step needs are done, or have failed."""
 
     @abstractmethod
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Begin to hand on what this step has computed of a layer.
+        """Begin to hand on the KV of a layer that this step has computed.
 
         Args:
             layer_name: The layer.
             kv_layer: Its whole cache; dim 0 counts blocks.
             attn_metadata: The step's attention metadata.
-            **kwargs: What else a host says.
+            **kwargs: Further arguments of a host.
         """
 
     @abstractmethod
     def wait_for_save(self) -> None:
-        """Return once nothing of this step's blocks is read any more, but those that it keeps.
+        """Return once this step's blocks are not read any more, but those that the connector keeps.
 
-        It makes the step count. Where the forward pass was not carried out, or built on blocks that
-        could not be loaded, it is not called, and what `save_kv_layer` got must not be kept.
+        The call makes the step count. Where the forward pass was not carried out, or built on
+        blocks that could not be loaded, there is no call, and the input of `save_kv_layer` must not
+        be kept.
         """
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the caches, by layer; dim 0 counts blocks. Called once."""
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Let go of blocks that this step takes away from requests, before they are overwritten."""
+        """Release blocks that this step takes away from requests, before they are overwritten."""
 
     def get_finished(
         self,
@@ -345,11 +346,11 @@ class ConnectorWorker(ConnectorSide):
         return set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return what the scheduler's side shall hear; None: nothing."""
+        """Return metadata for the scheduler's side; None: nothing."""
         return None
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Return what workers of other instances must know of this one; None: nothing."""
+        """Return facts that workers of other instances need of this one; None: none."""
         return None
 
 
@@ -357,7 +358,7 @@ class ConnectorWorker(ConnectorSide):
 
 
 class Connector(ABC):  # noqa: B024  # a marker base
-    """What every connector is, of either generation."""
+    """Base of every connector, of either generation."""
 
 
 def _methods(side: type[ConnectorSide]) -> frozenset[str]:
@@ -381,7 +382,7 @@ class KVConnectorBase_V1(ConnectorScheduler, ConnectorWorker, Connector):  # noq
 
     Args:
         vllm_config: The serving engine's configuration, with ``kv_transfer_config``.
-        role: Which side this object is.
+        role: Side of this object.
         kv_cache_config: Shape of the KV cache; None where the host does not say.
 
     Raises:
@@ -394,14 +395,14 @@ class KVConnectorBase_V1(ConnectorScheduler, ConnectorWorker, Connector):  # noq
     worker_cls: ClassVar[type[ConnectorWorker] | str | None] = None
     """The worker's side, likewise."""
     names_weights: ClassVar[bool] = False
-    """Whether the connector itself names blocks with the weights that computed them, as by
+    """True if the connector itself names blocks with the weights that computed them, as by
     `wtransfer.connectors.naming`. If not, the factory puts a fence around each side that it makes,
     and this is True of that side: the connector sees token ids and block hashes that are encoded
     with the weights. The rules stand in `wtransfer.connectors.fenced`."""
 
     requires_kv_delivery: ClassVar[bool] = False
-    """Whether a request must hand on what it has computed. If so, a host computes a request that is
-    preempted meanwhile once more; if not, what is lost is only a later miss."""
+    """True if a request must hand on the KV that it has computed: a host then computes a request
+    that is preempted meanwhile once more. If not, a loss costs only a later miss."""
 
     example_options: ClassVar[Mapping[str, Any]] = {}
     """Options that a configuration needs at least, with values to replace; ``wtransfer plugins
@@ -438,7 +439,7 @@ class KVConnectorBase_V1(ConnectorScheduler, ConnectorWorker, Connector):  # noq
                 f"{cls.__qualname__} names one side only; name both scheduler_cls and worker_cls, "
                 "or write the methods of both sides"
             )
-        # Those of its own, and of classes beside this one. Others have their guard already.
+        # Methods of its own, and of classes beside this one. Others have their guard already.
         for role, names in _METHODS.items():
             for name in names:
                 owner = _owner(cls, name)
@@ -469,12 +470,12 @@ class KVConnectorBase_V1(ConnectorScheduler, ConnectorWorker, Connector):  # noq
 
     @property
     def metadata(self) -> Any:
-        """What the scheduler's side told for this step; see `ConnectorWorker.metadata`."""
+        """Connector metadata of this step; see `ConnectorWorker.metadata`."""
         return super().metadata if self.side is None else self.side.metadata
 
     @property
     def role(self) -> KVConnectorRole:
-        """Which side this object is."""
+        """Side of this object."""
         return self._role
 
     def _get_connector_metadata(self) -> Any:
@@ -523,7 +524,7 @@ def _guarded(role: KVConnectorRole, name: str, method: Callable[..., Any]) -> Ca
     return call
 
 
-# What an author leaves out is guarded as well.
+# Methods that an author leaves out are guarded as well.
 for _role, _names in _METHODS.items():
     for _name in _names:
         setattr(
@@ -561,20 +562,20 @@ class KVConnectorBase(Connector):
         kv_caches: list[torch.Tensor],
         hidden_or_intermediate_states: Any,
     ) -> None:
-        """Hand on what a prefill has computed.
+        """Hand on the results of a prefill.
 
         Args:
             model_executable: The model.
             model_input: Its input, with the requests' block tables.
             kv_caches: The cache of each layer.
-            hidden_or_intermediate_states: What the last layer gave.
+            hidden_or_intermediate_states: Output of the last layer.
         """
 
     @abstractmethod
     def recv_kv_caches_and_hidden_states(
         self, model_executable: Any, model_input: Any, kv_caches: list[torch.Tensor]
     ) -> tuple[Any, bool, Any]:
-        """Fill caches with what another instance has computed.
+        """Fill caches with KV that another instance has computed.
 
         Args:
             model_executable: The model.
@@ -587,4 +588,4 @@ class KVConnectorBase(Connector):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything. A second call does nothing."""
+        """Release everything. A second call does nothing."""

@@ -13,7 +13,7 @@ that. The option is vLLM's::
 
 A sub-connector's configuration is the parent's with the fields given for it: ``engine_id`` and
 ``kv_role`` are inherited, ``kv_connector_module_path`` and ``kv_connector_extra_config`` are not.
-A third party's is fenced by itself where it does not name weights.
+A third party's sub-connector is fenced by itself where it does not name weights.
 
 **Errors of one sub-connector do not disturb the others.** A failed query (look-up, events, worker
 metadata, statistics) counts as an empty answer: it is logged once, then counted in the statistics
@@ -24,7 +24,7 @@ them the loads that were promised.
 
 **Reports of finished requests.** The host frees the blocks of a request at its first report, so
 the worker's side reports each request once, when the last sub-connector that holds its blocks has
-reported it. Which ones hold them comes with the connector metadata of the step after
+reported it. The holders are named in the connector metadata of the step after
 ``request_finished``; a report may precede that, and is kept while the request is running. A request
 that ends while its load is in flight is reported as received, on every rank: ranks whose load has
 ended before have reported it so already, and the host counts sent and received apart. But where
@@ -75,7 +75,7 @@ T = TypeVar("T")
 
 
 class SubConnectorOptions(msgspec.Struct):
-    """What a sub-connector needs; all other fields are those of the host's ``KVTransferConfig``."""
+    """Required field of a sub-connector; others are those of the host's ``KVTransferConfig``."""
 
     kv_connector: Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -93,7 +93,7 @@ def sub_connector_fields(options: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         options: ``kv_connector_extra_config``.
 
     Raises:
-        ConnectorOptionError: One is unknown, missing, or of another type.
+        ConnectorOptionError: An option is unknown, missing, or of another type.
     """
     read_options(MultiOptions, options)
     return [
@@ -133,7 +133,7 @@ class MultiMetadata(KVConnectorMetadata):
     """Connector metadata of a step."""
 
     metadata: list[KVConnectorMetadata] = field(default_factory=list)
-    """Of each sub-connector, in order."""
+    """Metadata of each sub-connector, in order."""
     new: set[str] = field(default_factory=set)
     """Requests that have arrived: former reports under their ids were of other requests."""
     loading: dict[str, int] = field(default_factory=dict)
@@ -141,7 +141,7 @@ class MultiMetadata(KVConnectorMetadata):
     finished: dict[str, list[int]] = field(default_factory=dict)
     """Requests that have finished, with the sub-connectors that hold their blocks."""
     finished_loading: dict[str, int] = field(default_factory=dict)
-    """Those of `finished` whose load has not ended on every rank, with the sub-connector that
+    """Requests in `finished` whose load has not ended on every rank, with the sub-connector that
     loads."""
 
 
@@ -150,7 +150,7 @@ class MultiWorkerMetadata(KVConnectorWorkerMetadata):
     """Worker metadata of a step, of one rank or aggregated."""
 
     metadata: list[KVConnectorWorkerMetadata | None] = field(default_factory=list)
-    """Of each sub-connector, in order."""
+    """Metadata of each sub-connector, in order."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Self:
         """Merge another rank's metadata into this object, and return it."""
@@ -167,7 +167,7 @@ class MultiHandshakeMetadata(KVConnectorHandshakeMetadata):
     """Handshake metadata of a rank."""
 
     metadata: list[KVConnectorHandshakeMetadata | None] = field(default_factory=list)
-    """Of each sub-connector, in order."""
+    """Metadata of each sub-connector, in order."""
 
 
 # -- the two sides ----------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class MultiSide(ConnectorSide):
             f"{number}_{each.kv_transfer_config.kv_connector}"
             for number, each in enumerate(configs)
         ]
-        """Of each its number and name, as in the statistics."""
+        """Number and name of each connector, as in the statistics."""
         self._counts: Counter[str] = Counter()
         try:
             for each in configs:
@@ -284,7 +284,7 @@ class MultiScheduler(MultiSide, ConnectorScheduler):
     ) -> tuple[int | None, bool]:
         """Return the first hit.
 
-        Every sub-connector is asked, as it may rely on that. "Ask again" of one before the first
+        Every sub-connector is asked, as it may rely on that. "Ask again" from one before the first
         hit is the answer.
         """
 
@@ -370,7 +370,7 @@ class MultiScheduler(MultiSide, ConnectorScheduler):
         """
         request_id = request.request_id
         self._hits.pop(request_id, None)
-        # If it arrived since the last step, it is over before the workers hear of it.
+        # A request that arrived since the last step is over before the workers learn of it.
         self._next.new.discard(request_id)
         holders = self._next.finished[request_id] = []
         if request_id in self._loading:
@@ -455,8 +455,8 @@ class MultiWorker(MultiSide, ConnectorWorker):
         self._early: dict[str, set[int]] = {}
         # Of finished requests: sub-connectors whose reports are outstanding.
         self._held: dict[str, set[int]] = {}
-        # Those of `_held` that ended while they were loaded here, and whether they are reported as
-        # received.
+        # Requests in `_held` that ended while they were loaded here, and whether they are reported
+        # as received.
         self._finished_loading: dict[str, bool] = {}
         # Loads in flight, with the sub-connector that loads.
         self._loading: dict[str, int] = {}
@@ -521,7 +521,7 @@ class MultiWorker(MultiSide, ConnectorWorker):
         def collect(number: int, connector: KVConnectorBase_V1) -> None:
             sent, received = connector.get_finished(set(finished_req_ids))
             for request_id in sent or ():
-                # One that is held still is the former of its id.
+                # A request that is held still is the former one of its id.
                 waiting = self._held.get(request_id)
                 if waiting is not None:
                     waiting.discard(number)
@@ -542,7 +542,7 @@ class MultiWorker(MultiSide, ConnectorWorker):
         for request_id in done:
             del self._held[request_id]
             if self._finished_loading.pop(request_id, None) is not None:
-                # There still if its end was reported as sent only.
+                # Still present if its end was reported as sent only.
                 self._loading.pop(request_id, None)
         received, self._received = self._received | loaded, set()
         return done - loaded or None, received or None
@@ -581,7 +581,7 @@ class MultiConnector(KVConnectorBase_V1):
 
     Raises:
         ConnectorOptionError: ``connectors`` is missing, or one of them has unknown fields.
-        PluginError: One of them cannot be found or loaded.
+        PluginError: A sub-connector cannot be found or loaded.
     """
 
     scheduler_cls = MultiScheduler
@@ -615,7 +615,7 @@ class MultiConnector(KVConnectorBase_V1):
         """Return the layout that any sub-connector needs.
 
         Raises:
-            ConnectorOptionError: They need different ones.
+            ConnectorOptionError: The sub-connectors need different layouts.
         """
         layouts = set()
         for config in sub_connector_configs(vllm_config):
@@ -631,5 +631,5 @@ class MultiConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:  # type: ignore[override]
-        """Whether any sub-connector must hand on what a request has computed."""
+        """True if any sub-connector must hand on the KV that a request has computed."""
         return any(each.requires_kv_delivery for each in self.side.sub_connectors)

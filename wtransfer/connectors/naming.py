@@ -26,7 +26,7 @@ class BlockNaming:
     Args:
         block_size: Tokens per block.
         root: Everything that keys and values depend on besides request and weights.
-        hash_function: Of bytes; a weak one costs nothing but speed, as keys contain a check hash.
+        hash_function: Hash of bytes; a weak one costs only speed, as keys contain a check hash.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RequestNames:
     Args:
         request: The request.
         hashes: Hashes of its tokens.
-        uncacheable: Whether no block of it gets a name.
+        uncacheable: True if no block of the request gets a name.
     """
 
     def __init__(self, request: Any, hashes: BlockHashes, *, uncacheable: bool = False) -> None:

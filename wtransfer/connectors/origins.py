@@ -1,8 +1,8 @@
 """Compare which distributions the two sides of a connector use.
 
-A connector's metadata, and what a spec or tier stores, mean what one distribution in one version
-makes of them, and the contracts promise nothing between two. So the handshake metadata of a worker
-carry the origin of its connector, spec and tier, and the scheduler's side refuses another
+A connector's metadata, and the bytes that a spec or tier stores, mean what one distribution in one
+version makes of them, and the contracts promise nothing between two. So the handshake metadata of a
+worker carry the origin of its connector, spec and tier, and the scheduler's side refuses another
 distribution or version before the first step. Handshake metadata that are no `WeightHandshake`,
 those of a third party that names weights itself, carry none.
 """

@@ -14,8 +14,8 @@ each other, as addresses or networks. A request that names another address is co
 
 Bytes travel over a gloo group of two, one for each connection. The control channel carries lookups
 and notices when a peer is lost; the group only moves bytes. P sends the slots of each lookup as
-they are. D receives them into memory of its own, and checks them as it
-copies. The side that loses the channel aborts the group, so that no wait in it outlives the peer.
+they are. D receives them into memory of its own, and checks them as it copies. The side that loses
+the channel aborts the group, so that no wait in it outlives the peer.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ProcessGroupOptions(P2POptions, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     """Address of this machine at which the other instance reaches it."""
     port: Annotated[int, msgspec.Meta(ge=0, le=_MAX_PORT)] = 0
-    """Where rank 0 listens, with the other ranks behind it; 0: the kernel picks."""
+    """Port of rank 0, with the other ranks behind it; 0: the kernel picks."""
     allowed_peers: tuple[str, ...] | None = None
     """Instances from which requests may fetch blocks: IP addresses, networks (``10.0.0.0/24``), or
     either with a port (``10.0.0.5:7000``, ``[fd00::5]:7000``); None: loopback and ``host``."""
@@ -149,7 +149,7 @@ class ProcessGroupScheduler(P2PScheduler):
         self._peers = [_read_peer(each) for each in allowed]
 
     def is_address(self, address: str) -> bool:
-        """Return whether it is a number: looking a name up would block the scheduler."""
+        """Return whether the address is numeric: looking a name up would block the scheduler."""
         return _read_address(address) is not None
 
     def allows(self, address: str) -> bool:
@@ -167,8 +167,8 @@ class _Pair:
     """One end of a group of two. Any thread may abort it.
 
     Args:
-        rank: Of this end.
-        options: Of the connector.
+        rank: Rank of this end.
+        options: Options of the connector.
     """
 
     group: GlooCommunicator | None = None
@@ -183,7 +183,7 @@ class _Pair:
         """Open the rendezvous, which may take seconds: torch asks the host's resolver.
 
         Raises:
-            WTransferError: It cannot be opened, or this end was aborted.
+            WTransferError: The rendezvous cannot be opened, or this end was aborted.
         """
         rendezvous = self._take(bind_rendezvous(self._options.host))
         rendezvous.serve(self._options.deadline_s)
@@ -193,7 +193,7 @@ class _Pair:
         """Connect to the other end's rendezvous.
 
         Raises:
-            WTransferError: It cannot be reached, or this end was aborted.
+            WTransferError: The rendezvous cannot be reached, or this end was aborted.
         """
         self._take(rendezvous).join(min(JOIN_S, self._options.deadline_s))
 
@@ -217,7 +217,7 @@ class _Pair:
         self._rendezvous.check()
 
     def abort(self) -> None:
-        """Let every wait in it raise; a second call does nothing."""
+        """Let every wait in the pair raise; a second call does nothing."""
         self._aborted = True
         if self._rendezvous is not None:
             self._rendezvous.cancel()
@@ -226,7 +226,7 @@ class _Pair:
             group.abort()
 
     def close(self) -> None:
-        """Release it; only after `host` or `join`, and `meet`, have returned or raised."""
+        """Release the pair; only after `host` or `join`, and `meet`, have returned or raised."""
         self.abort()
         if self.group is not None:
             self.group.close()
@@ -330,7 +330,7 @@ class ProcessGroupServer(P2PServer):
         self._senders[connection] = _Sender(self, pair, connection)
 
     def send_slots(self, connection: Connection, slots: list[int]) -> None:
-        """Send them."""
+        """Send the slots."""
         self._senders[connection].send(slots)
 
     def close_transport(self, connection: Connection) -> None:
@@ -369,7 +369,7 @@ class ProcessGroupClient(P2PClient):
         self._copier = self.loads.copier(self._ring)
 
     def fetch(self, job: PendingLoad, part: slice, slots: Sequence[int]) -> str | None:
-        """Copy what arrives; all slots do, whether they are still wanted or not."""
+        """Copy slots as they arrive; all do, whether they are still wanted or not."""
         assert self._pair is not None
         group, number = self._pair.group, len(slots)
         assert group is not None

@@ -44,9 +44,9 @@ class Instance:
     num_ranks: int
     """Number of workers."""
     sends: bool
-    """Whether other instances may load its KV."""
+    """True if other instances may load its KV."""
     receives: bool
-    """Whether it loads KV of other instances."""
+    """True if the instance loads KV of other instances."""
     cache_dtype: str = "auto"
     """Dtype of keys and values; ``auto``: that of the computation."""
     quantization: str | None = None
@@ -84,7 +84,7 @@ class Instance:
         hf_config: Any = getattr(model, "hf_config", None)
         architecture = ""
         if hasattr(hf_config, "to_dict"):
-            # Not as JSON: a model's own code may add objects, and `repr` takes them. One with an
+            # Not as JSON: a model's own code may add objects, and `repr` takes them. A text with an
             # address in it makes a digest that only this process has, which is a miss elsewhere.
             architecture = xxhash.xxh3_128_hexdigest(repr(hf_config.to_dict()).encode())
         return cls(
@@ -128,7 +128,7 @@ def read_options(cls: type[TOptions], extra_config: Mapping[str, Any]) -> TOptio
         extra_config: ``kv_connector_extra_config``.
 
     Raises:
-        ConnectorOptionError: One is unknown, missing, or of another type.
+        ConnectorOptionError: An option is unknown, missing, or of another type.
     """
     try:
         return convert_options(extra_config, cls)

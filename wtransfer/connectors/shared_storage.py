@@ -1,10 +1,10 @@
 """Connector ``SharedStorageConnector``: prefix KV as files in a folder that instances share.
 
-It is `OffloadingConnector` with the tier ``file`` (`wtransfer.specs.file`) where no other is named.
-What an instance computes is stored, one file for each block and rank, and every instance with the
-folder loads it. The folder may be on any file system that the instances share; on one host they may
-be started and killed at any time. A disk that is full, read-only, slow or broken costs hits, and
-nothing else.
+The connector is `OffloadingConnector` with the tier ``file`` (`wtransfer.specs.file`) where no
+other is named. KV that an instance computes is stored, one file for each block and rank, and every
+instance with the folder loads it. The folder may be on any file system that the instances share; on
+one host they may be started and killed at any time. A disk that is full, read-only, slow or broken
+costs hits, and nothing else.
 """
 
 from __future__ import annotations

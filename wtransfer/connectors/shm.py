@@ -53,7 +53,7 @@ class SharedMemoryServer(P2PServer):
             raise
 
     def open_transport(self, connection: Connection) -> None:
-        """Say where the buffer is exported."""
+        """Send the client the place at which the buffer is exported."""
         where: dict[str, int | str] = {
             "exporter": self._exporter.address,
             "secret": self._exporter.secret,

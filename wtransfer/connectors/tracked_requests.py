@@ -27,7 +27,7 @@ class Tracked:
 
 
 class TrackedRequests:
-    """All requests, and how much of each is computed."""
+    """The scheduler's requests, with the blocks and computed tokens of each."""
 
     def __init__(self) -> None:
         self._known: dict[str, Any] = {}
@@ -63,7 +63,7 @@ class TrackedRequests:
             yield self._advance(request_id, before, computed)
 
     def forget(self, request_id: str) -> None:
-        """Remove a request. One that is unknown is ignored."""
+        """Remove a request; an unknown one is ignored."""
         self._known.pop(request_id, None)
         self._tracked.pop(request_id, None)
 
@@ -80,7 +80,7 @@ def only_group(block_ids: Any) -> list[int]:
     """Return the blocks of the single KV cache group.
 
     Args:
-        block_ids: By group, as ``get_block_ids()`` returns them.
+        block_ids: Blocks by group, as ``get_block_ids()`` returns them.
 
     Raises:
         ConnectorOptionError: The model has several groups.

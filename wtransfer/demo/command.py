@@ -17,7 +17,7 @@ NAMED_SIZES = {"tiny": 4.0, "small": 9.0, "medium": 40.0, "large": 150.0}
 MAX_MILLIONS = 10_000
 """Largest model, in million parameters."""
 MIN_ROUNDS = 4
-"""One to have an old version, one to be killed in, one without the killed worker, one to rejoin."""
+"""A round for an old version, one to kill in, one without the killed worker, one to rejoin."""
 _WEIGHTS_OPTIONS = ("rounds", "millions")
 _KV_OPTIONS = ("connector", "options")
 

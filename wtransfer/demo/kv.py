@@ -62,9 +62,9 @@ class Row:
     num_prompt: int
     """Tokens of the prompt."""
     num_loaded: int
-    """Those whose keys and values came through the connector."""
+    """Prompt tokens whose keys and values came through the connector."""
     num_computed: int
-    """Those that the decode instance has computed."""
+    """Prompt tokens that the decode instance has computed."""
     prefill_s: float | None
     """Seconds until the prefill instance had computed the prompt."""
     first_token_s: float | None
@@ -82,7 +82,7 @@ class Row:
 
     @property
     def same(self) -> bool:
-        """Whether the answer is right."""
+        """True if the answer is right."""
         return bool(self.tokens) and self.tokens == self.expected
 
     def cells(self) -> tuple[str, ...]:
@@ -116,7 +116,7 @@ class Main(contextlib.ExitStack):
         self._folder = Path(self.enter_context(folder))
         self._instances: dict[str, Instance] = {}
         self._connector = connector
-        # What the built-in connectors need in order to hold all prompts.
+        # Options that the built-in connectors need in order to hold all prompts.
         needed: dict[str, dict[str, Any]] = {
             "SharedMemoryConnector": {"staging_bytes": 64 << 20},
             "SharedStorageConnector": {"shared_storage_path": str(self._folder / "shared")},
@@ -159,7 +159,7 @@ class Main(contextlib.ExitStack):
         question = _QUESTIONS[number % len(_QUESTIONS)]
         prompt = list(document + f"\n\nQuestion {number}: {question}\n".encode())
         decode, fresh = self._instances[DECODE], self._instances[FRESH]
-        # As if other requests had needed the blocks: what is shown comes from elsewhere.
+        # As if other requests had needed the blocks: no hit shown is of the local cache.
         decode.forget_cache()
         fresh.forget_cache()
         handed = self._router.hand_over(prompt)
@@ -175,7 +175,7 @@ class Main(contextlib.ExitStack):
                 f"{DECODE} had anything from it"
             )
         answer = self._router.go_on(prompt, _NUM_NEW_TOKENS, handed).answer
-        # One after the other: they would take the processor from each other.
+        # One after the other: the instances would take the processor from each other.
         expected = fresh.ask(prompt, _NUM_NEW_TOKENS)
         num_loaded = answer.counts.get("tokens_loaded", 0)
         row = Row(
@@ -211,7 +211,7 @@ class Main(contextlib.ExitStack):
         return instance
 
     def _spawn(self, target: str, address: str) -> Child:
-        # Warnings, as of a lost instance, are expected: the demo reports what they are about.
+        # Warnings, as of a lost instance, are expected: the demo itself reports their causes.
         log = self._folder / "log"
         return self._zygote.spawn(target, address, stdout=log, stderr=log)
 
@@ -225,7 +225,7 @@ def judge(rows: list[Row], exits: dict[str, list[int]], num_shared: int) -> list
     """Return one check per promise.
 
     Args:
-        rows: All prompts.
+        rows: Rows of all prompts.
         exits: Instance -> exit status of each of its processes; without the killed ones.
         num_shared: Tokens that all prompts have in common, in whole blocks.
     """
@@ -237,7 +237,7 @@ def judge(rows: list[Row], exits: dict[str, list[int]], num_shared: int) -> list
     alive = [row for row in rows if row.prefill == "alive"]
 
     def loads(promise: str, rows: list[Row], num_expected: int) -> Check:
-        # Some connectors hand over the end of a prompt a moment later than the answer.
+        # A connector may hand over the end of a prompt a moment later than the answer.
         whole = [row for row in rows if row.num_loaded >= num_shared]
         return Check(
             promise,
@@ -292,7 +292,7 @@ def run_kv(connector: str, options: dict[str, Any], *, quiet: bool) -> Result:
         quiet: Print nothing.
 
     Raises:
-        WTransferError: An instance could not be made, or is lost that should not be.
+        WTransferError: An instance could not be made, or was lost unexpectedly.
     """
     with (
         Progress(HEADER, LEGEND, quiet=quiet) as progress,

@@ -87,7 +87,7 @@ class ByteTransformer(nn.Module):
 
     @property
     def is_tied(self) -> bool:
-        """Whether head and embedding share memory, as they must after every update."""
+        """True if head and embedding share memory, as they must after every update."""
         return self.head.weight.data_ptr() == self.embedding.weight.data_ptr()
 
 
@@ -126,8 +126,8 @@ class Learner:
 class Generator:
     """Generates text from a model, one byte after another.
 
-    It keeps bytes and no keys or values: the whole window is computed for each byte, so nothing
-    computed under one set of weights can be used under another.
+    The generator keeps bytes and no keys or values: the whole window is computed for each byte, so
+    nothing computed under one set of weights can be used under another.
 
     Args:
         model: Read anew for every byte.
@@ -148,7 +148,7 @@ class Generator:
         self._text.append(int(drawn))
 
     def last(self, length: int) -> str:
-        """Return the last `length` bytes as text, with a dot for what cannot be printed."""
+        """Return the last `length` bytes as text, with a dot for each unprintable character."""
         decoded = self._text[-length:].decode("ascii", "replace")
         return "".join(c if c.isprintable() and c != "\ufffd" else "." for c in decoded)
 
@@ -156,8 +156,8 @@ class Generator:
 def digest_in_parts(model: nn.Module) -> Iterator[str]:
     """Digest a live model; yield an empty text after each part, and the digest at last.
 
-    Shares nothing with the digests of the sessions, which digest bytes as they arrive: this reads
-    the tensors that the model computes with, under every name of its state dict, with another hash.
+    Shares nothing with the digests of the sessions, which are of bytes as they arrive: the input is
+    the tensors that the model computes with, under every name of its state dict; the hash differs.
     There are 64 large parts and one for each tensor, so that serving need not pause for it.
 
     Args:

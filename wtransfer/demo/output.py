@@ -1,4 +1,4 @@
-"""What the demo prints: lines while it runs, then its checks, or one JSON document."""
+"""Output of the demo: lines while it runs, then its checks, or one JSON document."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Check(NamedTuple):
-    """One promise, and what was seen of it."""
+    """A promise, and the evidence for it."""
 
     promise: str
     kept: bool
@@ -32,11 +32,11 @@ class Result(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether every promise was kept."""
+        """True if every promise was kept."""
         return all(check.kept for check in self.checks)
 
     def print(self, *, as_json: bool) -> None:
-        """Print what the run has not printed yet, or all of it as JSON."""
+        """Print the checks, which the run has not printed yet, or everything as JSON."""
         if as_json:
             checks = [check._asdict() for check in self.checks]
             click.echo(json.dumps({"ok": self.ok, **self.facts, "checks": checks}, indent=2))
@@ -51,7 +51,7 @@ class Result(NamedTuple):
 class Progress:
     """Prints rows and events as they come. Use as a context manager.
 
-    On a terminal the last line shows what is going on.
+    On a terminal the last line shows the current activity.
 
     Args:
         header: Names of the columns, each right-aligned in its width.
@@ -64,7 +64,7 @@ class Progress:
         self._status = self._console.status("starting")
         self._header, self._legend = header, legend
         self.events: list[str] = []
-        """What was printed between the rows."""
+        """Lines printed between the rows."""
 
     def __enter__(self) -> Self:
         if self._console.is_terminal and not self._console.quiet:
@@ -89,7 +89,7 @@ class Progress:
         self._print(text, "yellow")
 
     def status(self, text: str) -> None:
-        """Show what is going on."""
+        """Show the current activity."""
         self._status.update(text)
 
     def _print(self, text: str, style: str = "none") -> None:
@@ -97,5 +97,5 @@ class Progress:
 
 
 def cell(value: float | None, digits: int, factor: float = 1.0) -> str:
-    """Format a cell; None is a dash."""
+    """Format a cell; a dash for None."""
     return "-" if value is None else f"{value * factor:.{digits}f}"

@@ -47,7 +47,7 @@ LEGEND = (
 )
 
 
-# -- what is recorded -----------------------------------------------------------------------------
+# -- records --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Round:
     report: Report | None = None
     """None: the round was aborted."""
     error: WTransferError | None = None
-    """Why it was."""
+    """Cause of the abort."""
 
     @property
     def outcome(self) -> str:
@@ -80,14 +80,14 @@ class Hold(NamedTuple):
     number: int
     """Round."""
     version: str | None
-    """What the workers serve meanwhile."""
+    """Version that the workers serve meanwhile."""
     began_at: float
     ended_at: float
 
 
 @dataclass
 class Trace:
-    """What one process of a worker has reported."""
+    """Reports of one process of a worker."""
 
     ready: Ready
     commits: list[Applied] = field(default_factory=list)
@@ -95,7 +95,7 @@ class Trace:
     tokens: list[tuple[float, str | None]] = field(default_factory=list)
     """When each token was finished, and its weights."""
     text: str = ""
-    """Generated last."""
+    """Text generated last."""
 
     def add(self, report: worker.Report) -> None:
         """Record a report."""
@@ -110,11 +110,11 @@ class Trace:
 
     @property
     def holds(self) -> Ready | Applied:
-        """The report of the weights that it serves."""
+        """The report of the weights that the process serves."""
         return self.commits[-1] if self.commits else self.ready
 
     def proves(self, version: str | None, since: float = 0.0) -> bool:
-        """Return whether it has digested its live model with a version, from a time on."""
+        """Return whether the process has digested its live model with a version since a time."""
         return any(each.version == version and each.began_at >= since for each in self.proofs)
 
     def versions_between(self, since: float, until: float) -> list[str | None]:
@@ -124,7 +124,7 @@ class Trace:
 
 @dataclass
 class RunLog:
-    """Everything that was seen in one run."""
+    """Record of one run."""
 
     rounds: list[Round] = field(default_factory=list)
     hold: Hold | None = None
@@ -143,7 +143,7 @@ class RunLog:
         return next((over for over in reversed(self.rounds) if over.outcome == "committed"), None)
 
     def is_proven(self, over: Round) -> bool:
-        """Whether every worker that committed a round has digested its live model since."""
+        """Return whether every worker that committed a round has digested its live model since."""
         return all(
             any(trace.proves(over.version) for trace in self.traces.get(receipt.worker, []))
             for receipt in (over.report.workers if over.report else ())
@@ -189,7 +189,7 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-# -- what is judged -------------------------------------------------------------------------------
+# -- judgement ------------------------------------------------------------------------------------
 
 
 def judge(log: RunLog) -> list[Check]:
@@ -314,7 +314,7 @@ def judge(log: RunLog) -> list[Check]:
     ]
 
 
-# -- what happens ---------------------------------------------------------------------------------
+# -- the run --------------------------------------------------------------------------------------
 
 
 class HoldableSource(ModuleSource):
@@ -351,7 +351,7 @@ class Main(contextlib.ExitStack):
 
     def run(self) -> Result:
         """Start every process, play all rounds, and end every process."""
-        # As its workers do: more would take the processors from them.
+        # One thread, as in the workers: more would take the processors from them.
         torch.set_num_threads(1)
         folder = tempfile.TemporaryDirectory(prefix="wtransfer-demo-")
         self._folder = Path(self.enter_context(folder))
@@ -373,14 +373,14 @@ class Main(contextlib.ExitStack):
         number_of_kill = max(2, self._num_rounds // 2)
         for number in range(1, self._num_rounds + 1):
             over = self._train_and_publish(number, kills=number == number_of_kill)
-            # All that belongs to the round was reported.
+            # Every report of the round has arrived.
             rows.append(row_of(self._log, over))
             progress.row(cells(rows[-1]))
             if number == number_of_kill + 1:
                 self._rejoin()
         self._show_text(f"serving {over.version}")
 
-        # All are asked before the first is waited for, so that they end side by side.
+        # Close every channel before the first wait, so that the workers end side by side.
         for channel in self._channels.values():
             channel.close()
         deadline = Deadline(_END_S)
@@ -391,7 +391,7 @@ class Main(contextlib.ExitStack):
         return Result(judge(self._log), facts)
 
     def _train_and_publish(self, number: int, *, kills: bool) -> Round:
-        """Publish to the workers that are there; wait until they have proven what they serve."""
+        """Publish to the present workers; wait until they have proven their weights."""
         log, is_over = self._log, Deadline(_TRAIN_S)
         self._wait(lambda: is_over.expired, "training")
         if number == 1:
@@ -406,7 +406,7 @@ class Main(contextlib.ExitStack):
         with contextlib.suppress(WTransferError):  # raised again by result()
             running.packed()
             # The engine has its own copy now: this step changes the weights while the workers still
-            # verify and commit the old ones. If it had none, the digests would differ.
+            # verify and commit the old ones. Without that copy, the digests would differ.
             self._loss = self._learner.step()
         # Reports are taken meanwhile: a worker that cannot send any would not commit.
         self._wait(lambda: running.done, "the end of the round", trains=False)
@@ -435,7 +435,7 @@ class Main(contextlib.ExitStack):
         began_at = time.monotonic()
         for worker in WORKERS:
             self._wait_for_tokens(worker)
-        # Before its channel is closed, which would ask it to end by itself.
+        # Kill before closing the channel, which would ask the worker to end by itself.
         victim = self._children.pop(VICTIM)
         victim.kill()
         wait_for_end(victim, Deadline(_END_S))
@@ -451,7 +451,7 @@ class Main(contextlib.ExitStack):
         self._wait(
             lambda: len(trace.versions_between(now, float("inf"))) >= WITNESS_TOKENS,
             f"{WITNESS_TOKENS} tokens of {worker}",
-            # What is under way must not change.
+            # Weights under way must not change.
             trains=False,
         )
 
@@ -484,7 +484,7 @@ class Main(contextlib.ExitStack):
         self.callback(self._channels[name].close)
 
     def _wait(self, is_reached: Callable[[], bool], what: str, *, trains: bool = True) -> None:
-        """Train, and record what the workers report, until a condition holds."""
+        """Train, and record reports of the workers, until a condition holds."""
         self._progress.status(what)
         deadline = Deadline(_STEP_S)
         while not is_reached():
@@ -524,7 +524,7 @@ def run_weights(millions: float, num_rounds: int, *, quiet: bool) -> Result:
         quiet: Print nothing.
 
     Raises:
-        WTransferError: A process ended that should not have, or did not do its part in time.
+        WTransferError: A process ended unexpectedly, or did not do its part in time.
     """
     with (
         Progress(HEADER, LEGEND, quiet=quiet) as progress,

@@ -1,4 +1,4 @@
-"""The demo's worker processes: they generate text, and report what becomes of their weights.
+"""The demo's worker processes: they generate text, and report commits and digests of weights.
 
 Weights never pass here. Times are seconds of `time.monotonic`, which all processes of a host share.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 DEADLINE_S = 120.0
-"""Of publisher and sessions: large models need long for a token."""
+"""Deadline of publisher and sessions, in seconds: large models need long for a token."""
 _FLUSH_S = 0.1
 _SAMPLE_LENGTH = 160
 
@@ -40,7 +40,7 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     version: str | None
     ended_at: tuple[float, ...]
     text: str
-    """Generated last."""
+    """Text generated last."""
 
 
 class Applied(msgspec.Struct, frozen=True, tag=True):
@@ -61,7 +61,7 @@ class Proof(msgspec.Struct, frozen=True, tag=True):
     trained_steps: int
     """Optimizer steps according to the weights themselves."""
     tied: bool
-    """Whether tied weights still share memory."""
+    """True if tied weights still share memory."""
 
 
 Report: TypeAlias = Ready | Tokens | Applied | Proof
@@ -69,7 +69,7 @@ REPORTS: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
 
 
 def run_worker(address: str, millions: float, token: str, name: str, join: str) -> None:
-    """Generate text, commit what is published between two tokens, and digest the live model.
+    """Generate text, commit published weights between two tokens, and digest the live model.
 
     Ends when the other side closes the channel.
     """
@@ -96,7 +96,7 @@ def run_worker(address: str, millions: float, token: str, name: str, join: str) 
             ended_at.append(time.monotonic())
             # Before the commit: so a proof comes at least one token after its commit.
             version, digest = session.version, next(parts, "")
-            # Tokens first: what arrives with the proof is everything that happened before.
+            # Tokens first: every earlier event has arrived when the proof arrives.
             if digest or ended_at[-1] - ended_at[0] > _FLUSH_S:
                 report_tokens(version)
             if digest:

@@ -1,4 +1,4 @@
-"""Calls into an engine, whichever side it is of: whatever it raises becomes an error of ours."""
+"""Calls into an engine of either side: every exception becomes a `WTransferError`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def call_engine(method: str, call: Callable[[], T], plugin: str) -> T:
     """Call a method of an engine.
 
     Args:
-        method: Its name, for errors.
+        method: Name of the method, for errors.
         call: The call.
         plugin: The engine, for errors.
 
     Raises:
-        WTransferError: It has raised; what is not one of ours becomes one.
+        WTransferError: The engine has raised; exceptions of other classes are translated.
     """
     try:
         return call()
@@ -41,7 +41,7 @@ def call_engine(method: str, call: Callable[[], T], plugin: str) -> T:
 
 
 def engine_error(method: str, error: BaseException, plugin: str) -> WTransferError:
-    """Return our error for whatever an engine raised."""
+    """Return our error for an exception that an engine raised."""
     if is_out_of_memory(error):
         shortage = out_of_memory("the update's", error)
         shortage.add_facts(plugin=plugin)
@@ -50,7 +50,7 @@ def engine_error(method: str, error: BaseException, plugin: str) -> WTransferErr
 
 
 def guarded(what: str, call: Callable[[], object] | None) -> None:
-    """Call something of an engine whose failure must not stop us; it is logged."""
+    """Call into an engine where a failure must not stop the caller: failures are logged."""
     if call is None:
         return
     try:
@@ -60,7 +60,7 @@ def guarded(what: str, call: Callable[[], object] | None) -> None:
 
 
 def shut_down_apart(engine: Any) -> Call:
-    """Shut an engine down on a thread of its own: one that hangs in a call may hang there too."""
+    """Shut an engine down on a thread of its own: a hung engine may hang in this call, too."""
     return start_call(
         lambda: guarded("shutdown", getattr(engine, "shutdown", None)), "wtransfer-shutdown"
     )

@@ -1,4 +1,4 @@
-"""Engines that broadcast on a process group: both sides, all but the group itself.
+"""Engines that broadcast on a process group: both sides, except for the group itself.
 
 1. T (`CollectiveTrainerEngine`) hosts a rendezvous; its address is the workers' init info.
 2. T and every W (`CollectiveWeightTransferEngine`) meet there and form a group: T is rank 0, W's
@@ -9,7 +9,7 @@
 5. A lost rank breaks the group for all. The control channel notices, and has every engine abort;
    the next round forms a new group, as does a change of membership.
 
-Gloo is one of them; third parties bring others by a `Communicator` of five methods.
+Gloo is one such engine; third parties bring others by a `Communicator` of five methods.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 JOIN_TIMEOUT_S = 30.0
 """Longest wait for all ranks to arrive."""
 MAX_TIMEOUT_S = 1e9
-"""Longest time that a peer may name: clocks in nanoseconds can count it."""
+"""Longest time that a peer may name, in seconds: clocks in nanoseconds can count it."""
 NUM_AHEAD = 3
 """Parts received in advance, so that the next arrive while one is digested."""
 NUM_BUCKETS = 2
@@ -81,12 +81,12 @@ def parts(bucket: Bucket, nbytes: int) -> Iterator[tuple[int, int]]:
 
 @dataclass
 class CollectiveInitInfo(WeightTransferInitInfo):
-    """Where the ranks meet, and what they must agree on."""
+    """Rendezvous of the ranks, and the settings that must be equal on all of them."""
 
     master_address: str
     """Host of the rendezvous."""
     master_port: int
-    """Its port."""
+    """Port of the rendezvous."""
     rendezvous: str
     """Name of this meeting; secret."""
     world_size: int
@@ -96,7 +96,7 @@ class CollectiveInitInfo(WeightTransferInitInfo):
     packed_buffer_size_bytes: int = 16 << 20
     """Bytes of a bucket, about."""
     timeout_s: float = OPERATION_TIMEOUT_S
-    """When a rank gives a bucket up by itself."""
+    """Time after which a rank gives a bucket up by itself, in seconds."""
 
     def __post_init__(self) -> None:
         check_counts(self, "master_port", "world_size", "rank_offset", "packed_buffer_size_bytes")
@@ -125,7 +125,7 @@ class RecvBuffers(Protocol):
     """Memory for one update. Bytes are counted from the start of its layout."""
 
     def part(self, start: int, stop: int) -> torch.Tensor:
-        """Return where some bytes are received; at most `NUM_AHEAD` + 1 parts at a time.
+        """Return the memory that some bytes are received into; at most `NUM_AHEAD` + 1 at a time.
 
         Returns:
             uint8, shape ``(stop - start,)``, contiguous, of the communicator's kind of memory.
@@ -139,7 +139,7 @@ class RecvBuffers(Protocol):
 
 
 class HostRecvBuffers:
-    """Host memory, in which everything stays where it was received.
+    """Host memory in which tensors stay at the place where they were received.
 
     Args:
         layout: The update.
@@ -156,7 +156,7 @@ class HostRecvBuffers:
         return self._content[start:stop]
 
     def received(self, start: int, stop: int) -> None:
-        """Do nothing: the bytes are there."""
+        """Do nothing: the bytes are in place."""
 
     def views(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield views that keep the whole memory alive."""
@@ -197,12 +197,12 @@ class CollectiveWeightTransferEngine(
         """Join the group as one of its ranks; called once per `init_transfer_engine`.
 
         Args:
-            rendezvous: Where the ranks meet; cancelled by an abort.
-            init_info: What was agreed on.
-            rank: This worker's.
+            rendezvous: Rendezvous of the ranks; cancelled by an abort.
+            init_info: The trainer's settings.
+            rank: Rank of this worker.
 
         Raises:
-            GroupError: It cannot be formed.
+            GroupError: The group cannot be formed.
             StallError: Ranks are missing.
         """
 
@@ -252,8 +252,8 @@ class CollectiveWeightTransferEngine(
         try:
             rendezvous.join()
         except PeerLostError as error:
-            # For its round a broken group, which waits for its cause: a trainer that cannot form
-            # the group closes the rendezvous a moment before its own error is known.
+            # Reported to the round as a broken group, which waits for its cause: a trainer that
+            # cannot form the group closes the rendezvous a moment before its own error is known.
             raise GroupError(error.message) from error
 
     def set_layout(self, layout: TensorLayout) -> None:
@@ -263,7 +263,7 @@ class CollectiveWeightTransferEngine(
     def receive_weights(self, update_info: CollectiveUpdateInfo, load_weights: LoadWeights) -> None:
         """Receive the whole update, and pass views on bucket by bucket.
 
-        Whatever ends this early has broken the group, of which nothing is kept then: the trainer
+        A call that ends early has broken the group, of which nothing is kept then: the trainer
         forms a new one for the next round.
         """
         communicator = self._communicator
@@ -329,7 +329,7 @@ class CollectiveWeightTransferEngine(
 
     def shutdown(self) -> None:
         """Leave the group, also one that is about to form; memory that a model points to stays."""
-        # Also one that begins just now: no later `init_transfer_engine` resets this.
+        # Also a group that begins just now: no later `init_transfer_engine` resets the flag.
         self._is_shut_down = True
         self._call_off()
         self._memory.forget()
@@ -357,7 +357,7 @@ def group_rank(place: ParallelConfig, rank_offset: int, world_size: int) -> int:
     """Return a worker's rank in the group: offset + replica * ranks per replica + rank.
 
     Args:
-        place: The worker's.
+        place: Place of the worker.
         rank_offset: Rank of the first worker.
         world_size: Ranks of the whole group.
 
@@ -389,7 +389,7 @@ def check_counts(info: object, *names: str) -> None:
 
 
 def check_timeout(value: object) -> None:
-    """Raise unless this is a time that an operation may take; a peer may have set it.
+    """Raise unless the value is a time that an operation may take; a peer may have set it.
 
     Raises:
         ValueError: Naming the field.
@@ -411,14 +411,14 @@ class CollectiveTrainerInitInfo(TrainerInitInfo):
     host: str = "127.0.0.1"
     """Address of this machine at which workers reach it."""
     port: int = 0
-    """Port of the rendezvous; 0: one that is free."""
+    """Port of the rendezvous; 0: a free one."""
     world_size: int | None = None
     """Ranks of the group, this one included; None: as many as workers take part, now and later."""
     packed_buffer_size_bytes: int = 16 << 20
     """Bytes of a bucket, about; two are kept, as large as the largest tensor at least."""
     timeout_s: float | None = None
-    """When a rank gives a bucket up by itself, and lets go of the memory of a broken update, in
-    seconds; None: twice the publisher's deadline."""
+    """Time after which a rank gives a bucket up by itself, and releases the memory of a broken
+    update, in seconds; None: twice the publisher's deadline."""
 
     def __post_init__(self) -> None:
         # The CLI passes strings.
@@ -462,7 +462,7 @@ class CollectiveTrainerEngine(TrainerWeightTransferEngine[TOptions], Generic[TOp
 
     Args:
         init_info: Options.
-        client: Reaches all workers.
+        client: Client of all workers.
         source: The weights.
     """
 
@@ -493,16 +493,16 @@ class CollectiveTrainerEngine(TrainerWeightTransferEngine[TOptions], Generic[TOp
         """Join the group as rank 0; called once, while the workers are asked to join.
 
         Args:
-            rendezvous: Where the ranks meet; cancelled if a worker cannot come.
+            rendezvous: Rendezvous of the ranks; cancelled if a worker cannot come.
             world_size: Ranks of the group, this one included.
 
         Raises:
-            GroupError: It cannot be formed.
+            GroupError: The group cannot be formed.
             StallError: Ranks are missing.
         """
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return memory for all buckets, uint8 of shape ``(nbytes,)``, where the group sends from.
+        """Return memory for all buckets, uint8 of shape ``(nbytes,)``, that the group sends from.
 
         Raises:
             StagingMemoryError: There is not that much.
@@ -523,7 +523,7 @@ class CollectiveTrainerEngine(TrainerWeightTransferEngine[TOptions], Generic[TOp
         return engine
 
     def worker_init_info(self) -> dict[str, Any]:
-        """Return where the ranks meet."""
+        """Return the address of the rendezvous, and the group's settings."""
         return {
             "master_address": self._rendezvous.host,
             "master_port": self._rendezvous.port,
@@ -592,7 +592,7 @@ class CollectiveTrainerEngine(TrainerWeightTransferEngine[TOptions], Generic[TOp
                 communicator.broadcast(content[start:stop], communicator.rank)
                 for start, stop in parts(bucket, nbytes)
             ]
-        # The oldest first: that is the order in which they leave.
+        # The oldest first: buckets leave in that order.
         for n in range(self.num_buckets):
             await_sent(under_way[(len(buckets) + n) % self.num_buckets])
 
@@ -622,19 +622,19 @@ class CollectiveTrainerEngine(TrainerWeightTransferEngine[TOptions], Generic[TOp
 
 
 class RecycledMemory:
-    """Hands out memory, and takes it back when all that was made from it is gone.
+    """Hands out memory, and takes it back when all arrays and tensors made from it are gone.
 
     Fresh pages cost ten times a copy. A worker that adopts updates needs two pieces in turn: the
     one that its model consists of, and the one that the next update is received into.
 
-    Used by one thread; what was handed out may be let go of by any.
+    Used by one thread; any thread may release the memory.
     """
 
     def __init__(self) -> None:
         self._pieces: list[tuple[Segment, weakref.ref[ByteArray]]] = []
 
     def take(self, nbytes: int, on_step: Callable[[], object] | None = None) -> ByteArray:
-        """Return memory that nobody else uses, shape ``(nbytes,)``, with anything in it.
+        """Return memory that is not in use, shape ``(nbytes,)``, with arbitrary content.
 
         Args:
             nbytes: Size.
@@ -644,19 +644,19 @@ class RecycledMemory:
             StagingMemoryError: There is not that much.
         """
         segment = self._reclaim(nbytes) or Segment(nbytes, on_step)
-        # Tensors and slices keep this object alive, whichever way they were made from it.
+        # Tensors and slices keep this object alive, no matter how they were made from it.
         lent: ByteArray = np.frombuffer(segment.buffer.data, np.uint8, nbytes)
         self._pieces.append((segment, weakref.ref(lent)))
         return lent
 
     def forget(self) -> None:
-        """Keep nothing for later; what is in use stays as long as it is."""
+        """Keep no memory for later; memory in use stays until its last user is gone."""
         for segment, _ in self._pieces:
             segment.close()
         self._pieces.clear()
 
     def _reclaim(self, nbytes: int) -> Segment | None:
-        """Return a piece that is free and large enough; the others that are free are let go of."""
+        """Return a free piece that is large enough; release the other free ones."""
         pieces, self._pieces = self._pieces, []
         found = None
         for segment, lent in pieces:

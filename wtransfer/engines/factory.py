@@ -54,7 +54,7 @@ class WeightTransferEngineFactory:
     ) -> WeightTransferEngine[Any, Any]:
         """Make the engine that ``config.backend`` names.
 
-        Its hooks, if it has any, are called until its ``shutdown``.
+        The engine's hooks, if it has any, are called until its ``shutdown``.
 
         Raises:
             UnknownBackendError: No backend has this name; a `ValueError`. For the other reasons
@@ -106,7 +106,7 @@ class WeightTransferTrainerFactory:
 
         Args:
             init_info: Options; ``backend`` is an attribute of its class.
-            client: Reaches the workers.
+            client: Client of the workers.
             source: The weights.
 
         Raises:
@@ -149,7 +149,7 @@ def _twin(name: str, worker_cls: type) -> type[TrainerWeightTransferEngine[Any]]
 
 
 def listen(engine: Any) -> None:
-    """Let an engine's hooks be called until its ``shutdown``, if it has any."""
+    """Register an engine's hooks, if it has any, until its ``shutdown``."""
     from wtransfer.registry import hooks
 
     hooks.board.attach(engine)

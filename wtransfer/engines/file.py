@@ -3,7 +3,7 @@
 1. T (`FileTrainerEngine`) writes each tensor to a fresh folder, digesting it in the same pass, and
    announces bucket after bucket while it goes on writing.
 2. W (`FileWeightTransferEngine`) reads them into memory of its own and hands them out; the session
-   digests what was read.
+   digests the bytes read.
 3. T gives the folder its name, and makes it the current version once every worker has proven that
    it has it. Earlier versions are retained: publishers roll back to them. Workers that join the
    folder (``join="file:/shared/root"``) take the current version, also when no publisher lives.
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from wtransfer.weights import LoadWeights
 
 ROOT_VARIABLE = "WTRANSFER_FILE_ROOT"
-"""Path of the folder on this worker, where it is mounted elsewhere than on the trainer."""
+"""Environment variable: path of the folder on this worker, if it differs from the trainer's."""
 _ENTRY_TYPES: dict[str, type] = {"names": str, "dtype_names": str, "shapes": list, "offsets": int}
 
 
@@ -57,21 +57,21 @@ _ENTRY_TYPES: dict[str, type] = {"names": str, "dtype_names": str, "shapes": lis
 
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):
-    """Where versions are."""
+    """Location of the versions."""
 
     root: str
     """The folder, as the trainer names it: an absolute path."""
 
     def __post_init__(self) -> None:
         _check_type("root", self.root, str)
-        # A relative one would start from the working directory of this worker.
+        # A relative path would start from the working directory of this worker.
         if not self.root.startswith("/") or "\0" in self.root:
             raise ValueError(f"`root` is {self.root[:300]!r}, expected an absolute path")
 
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
-    """One bucket: tensors of one file. All lists have the same length."""
+    """One bucket: tensors of one file. The lists have the same length."""
 
     folder: str
     """Folder of the version, in the root."""
@@ -120,7 +120,7 @@ def _check_type(field: str, value: object, cls: type) -> None:
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
-    """Reads what the trainer has written.
+    """Reads the files that the trainer has written.
 
     Args:
         config: Names the backend.
@@ -143,7 +143,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         """Open the folder.
 
         Raises:
-            StorageError: It is not there, or may not be read.
+            StorageError: The folder is not there, or may not be read.
         """
         self.shutdown()
         root = os.environ.get(ROOT_VARIABLE) or init_info.root
@@ -159,12 +159,12 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         """Read one bucket.
 
         Raises:
-            TruncatedError: The file is shorter than was announced; the tensor is named.
+            TruncatedError: The file is shorter than announced; the tensor is named.
             StorageError: No such file, or none that may be read.
         """
         if self._root is None:
             raise NotInitializedError("not initialized: call init_transfer_engine first")
-        # Opened anew each time: only that makes a share look at what has been written since.
+        # Opened anew each time: only that makes a share show files written since.
         with self._root.folder(update_info.folder) as folder:
             shown = repr(f"{folder.path}/{update_info.file}")
             fd = folder.open_file(update_info.file)
@@ -221,7 +221,7 @@ class FileTrainerEngine(TrainerWeightTransferEngine[FileTrainerInitInfo]):
 
     Args:
         init_info: Options.
-        client: Reaches all workers.
+        client: Client of all workers.
         source: The weights.
 
     Raises:
@@ -242,13 +242,13 @@ class FileTrainerEngine(TrainerWeightTransferEngine[FileTrainerInitInfo]):
         self._versions = VersionWriter(Path(init_info.path), init_info.keep)
         # Allocated once: fresh pages cost ten times a copy.
         self._buffer = own_memory(0)
-        # What `round_finished` commits, or discards; and what `resend` announces.
+        # The version for `round_finished` to commit or discard; and the one for `resend`.
         self._written: tuple[Version, list[dict[str, Any]]] | None = None
         self._committed: list[dict[str, Any]] | None = None
         self._unfinished: str | None = None
 
     def worker_init_info(self) -> dict[str, Any]:
-        """Return where versions are."""
+        """Return the location of the versions."""
         return {"root": self.init_info.path}
 
     def send_weights(self) -> None:
@@ -257,8 +257,8 @@ class FileTrainerEngine(TrainerWeightTransferEngine[FileTrainerInitInfo]):
         if source is None:
             raise NotInitializedError("not initialized: the engine has no source to send")
         self._discard_unfinished()
-        # If this fails, workers may still be reading the folder, and would report it missing before
-        # the round has heard what is wrong: it is removed when the round is over.
+        # After a failure here workers may still be reading the folder, and would report it missing
+        # before the round has the cause: the folder is removed when the round is over.
         self._unfinished, folder = self._versions.begin()
         pieces, shard_nbytes = source.manifest.pieces, self.init_info.shard_nbytes
         with folder, CheckpointWriter(folder, pieces, shard_nbytes) as writer:
@@ -275,7 +275,7 @@ class FileTrainerEngine(TrainerWeightTransferEngine[FileTrainerInitInfo]):
     def _write(
         self, source: RoundSource, writer: CheckpointWriter, folder: str
     ) -> list[dict[str, Any]]:
-        """Write every tensor; return what was announced."""
+        """Write every tensor; return the announcements."""
         largest = max((piece.nbytes for piece in source.manifest.pieces), default=0)
         if self._buffer.size < largest:
             self._buffer = own_memory(largest)
@@ -283,7 +283,7 @@ class FileTrainerEngine(TrainerWeightTransferEngine[FileTrainerInitInfo]):
         bucket, nbytes = list[ParamMeta](), 0
 
         def tell(info: dict[str, Any]) -> None:
-            # Workers on other hosts see what has left this one.
+            # Workers on other hosts see only bytes that have left this one.
             writer.sync(info["file"])
             self.client.update_weights(info)
 
@@ -324,8 +324,8 @@ class FileTrainerEngine(TrainerWeightTransferEngine[FileTrainerInitInfo]):
             return
         version, announced = written
         if committed:
-            # First: the workers hold it, so late ones must get it, whether or not the index can
-            # be written.
+            # First: the workers hold the version, so late ones must get it, whether or not the
+            # index can be written.
             self._committed = announced
             self._versions.commit(version)
         else:
@@ -356,9 +356,9 @@ class FileTrainerEngine(TrainerWeightTransferEngine[FileTrainerInitInfo]):
         """Return a source of the weights of a retained version.
 
         Raises:
-            VersionNotKeptError: It is not retained any more.
-            SourceError: Its files are damaged.
-            ManifestError: Its manifest is missing, damaged, or that of another version.
+            VersionNotKeptError: The version is not retained any more.
+            SourceError: Files of the version are damaged.
+            ManifestError: The manifest is missing, damaged, or that of another version.
         """
         store = VersionStore(init_info.path)
         return store.source(store.find(kept.fingerprint))

@@ -1,8 +1,8 @@
 """Engine ``gloo``: several hosts, tensors in host memory, TCP between the hosts.
 
-`wtransfer.engines.collective` says how it works. The trainer listens at one address, which the
-workers must reach (``-o host=...``, default loopback); each worker listens, for the other ranks of
-the group, at the address from which it reaches the trainer.
+`wtransfer.engines.collective` describes the protocol. The trainer listens at one address, which
+the workers must reach (``-o host=...``, default loopback); each worker listens, for the other ranks
+of the group, at the address from which it reaches the trainer.
 
 Traffic is neither encrypted nor authenticated, as with every process group of torch: use a network
 of your own. Nothing is unpickled, and every tensor's digest is compared.

@@ -1,4 +1,4 @@
-"""The contract of a weight transfer engine: what an author writes, and when it is called.
+"""The contract of a weight transfer engine: the classes that an author writes, and their calls.
 
 An engine moves tensors; a session decides what is true. So an engine needs to know nothing of
 digests, versions or other workers, and it cannot break them either. Two classes make an engine:
@@ -14,16 +14,16 @@ digests, versions or other workers, and it cannot break them either. Two classes
 
 The life of an engine, T on the trainer, W on every worker:
 
-1. T ``trainer_init(init_info, client=..., source=...)``, once. It calls
+1. T ``trainer_init(init_info, client=..., source=...)``, once. T calls
    ``client.init_weight_transfer_engine(info)``.
 2. W ``__init__(config, parallel_config)``, then ``init_transfer_engine(info)``.
-3. T ``send_weights()`` in every round. It iterates ``source.iter_full()`` and calls
+3. T ``send_weights()`` in every round. T iterates ``source.iter_full()`` and calls
    ``client.update_weights(info)``, once or many times.
 4. W ``receive_weights(info, load_weights)`` for each of those calls, on a thread of the session.
-   It calls ``load_weights([(name, tensor), ...])`` with whatever has arrived.
+   W calls ``load_weights([(name, tensor), ...])`` with the tensors that have arrived.
 5. Both sides ``shutdown()``.
 
-Whatever either side raises ends the round with every worker on its old version.
+An exception of either side ends the round with every worker on its old version.
 
 Source: names and signatures are those of vLLM's weight transfer, both of the release in which the
 worker contract first appeared and of today's trainer contract.
@@ -35,7 +35,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
-# What an engine reads from and writes to; told here as well, where authors look.
+# Source and destination of an engine; exported here as well, where authors look.
 from wtransfer.weights import LoadWeights as LoadWeights
 from wtransfer.weights import ParamMeta as ParamMeta
 from wtransfer.weights import TensorSpec as TensorSpec
@@ -56,15 +56,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class WeightTransferInitInfo(ABC):  # noqa: B024  # a marker base, as in the seed
-    """What a worker's engine needs before the first update. Fields must be plain data."""
+    """Input of a worker's engine before the first update. Fields must be plain data."""
 
 
 @dataclass
 class WeightTransferUpdateInfo(ABC):  # noqa: B024  # a marker base, as in the seed
-    """What a worker's engine needs for one call of ``receive_weights``. Fields: plain data."""
+    """Input of a worker's engine for one call of ``receive_weights``. Fields: plain data."""
 
     is_checkpoint_format: bool = field(default=True, kw_only=True)
-    """Whether tensors come under the names of the checkpoint."""
+    """True if tensors come under the names of the checkpoint."""
 
 
 @dataclass
@@ -75,11 +75,11 @@ class TrainerInitInfo(WeightTransferInitInfo):
     """Engine name; set by each subclass."""
 
     rank: int = field(default=0, kw_only=True)
-    """This trainer process's rank. Rank 0 sends; every rank iterates its source."""
+    """Rank of this trainer process. Rank 0 sends; every rank iterates its source."""
 
     @property
     def is_sender(self) -> bool:
-        """Whether this rank sends."""
+        """True if this rank sends."""
         return self.rank == 0
 
 
@@ -105,11 +105,11 @@ TTrainerInitInfo = TypeVar("TTrainerInitInfo", bound=TrainerInitInfo)
 
 TMemory = TypeVar("TMemory")
 
-# -- what an engine reads from ------------------------------------------------------------------
+# -- source of an engine ------------------------------------------------------------------------
 
 
 class RoundSource(WeightSource, Protocol):
-    """The source that the framework hands to a trainer engine: it digests what it yields."""
+    """The source that the framework hands to a trainer engine; digests the tensors it yields."""
 
     @property
     def version(self) -> str:
@@ -137,7 +137,7 @@ class RoundSource(WeightSource, Protocol):
         """Return the digests in the manifest's order, once every tensor has been read.
 
         Raises:
-            SourceError: Some have not been.
+            SourceError: There are unread tensors.
         """
 
     def iter_into(
@@ -146,12 +146,12 @@ class RoundSource(WeightSource, Protocol):
         """Copy and digest in one pass, which is faster than one after the other.
 
         Args:
-            allocate: Called before each tensor; returns where its bytes go: writable, one
+            allocate: Called before each tensor; returns memory for its bytes: writable, one
                 dimension of bytes, of exactly the tensor's size. Memory of a device is a uint8
                 tensor; it is digested there, if the engine's `digest_algorithm` can be.
 
         Yields:
-            The metadata and the memory, after the bytes are there.
+            The metadata and the memory, after the bytes are in it.
         """
 
     def iter_buckets(self, nbytes: int, allocate: Callable[[Bucket], TMemory]) -> Iterator[Bucket]:
@@ -159,12 +159,12 @@ class RoundSource(WeightSource, Protocol):
 
         Args:
             nbytes: Bytes of a bucket, about (see `TensorLayout.buckets`).
-            allocate: Called before each bucket; returns where its bytes go: an array or tensor of
+            allocate: Called before each bucket; returns memory for its bytes: an array or tensor of
                 uint8, shape ``(bucket.nbytes,)``. Tensor `n` lies at byte
                 ``layout.starts[n] - bucket.start``.
 
         Yields:
-            The bucket, after its bytes are there.
+            The bucket, after its bytes are in that memory.
         """
 
 
@@ -172,9 +172,9 @@ class RoundSource(WeightSource, Protocol):
 
 
 class WeightSyncClient(Protocol):
-    """How a trainer engine reaches the workers. Calls return when every worker has done it.
+    """Client of a trainer engine for its workers. Calls return when every worker is done.
 
-    The framework's has a number more, ``num_workers``: how many it reaches.
+    The framework's client has an attribute more, ``num_workers``: number of workers reached.
     """
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -187,7 +187,7 @@ class WeightSyncClient(Protocol):
         """Let every worker receive; returns when all have. Any thread may call it."""
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """State that everything was sent. May be left out."""
+        """State that all tensors were sent. May be left out."""
 
 
 # -- the engine -----------------------------------------------------------------------------------
@@ -196,12 +196,12 @@ class WeightSyncClient(Protocol):
 class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
     """Worker side of an engine.
 
-    All methods but `abort_weight_update` are called from one thread of the session, never
+    Methods other than `abort_weight_update` are called from one thread of the session, never
     concurrently; the model goes on serving on its own thread meanwhile.
 
     Args:
         config: Names the backend.
-        parallel_config: This worker's place; its rank comes from here.
+        parallel_config: This worker's place, and thereby its rank.
     """
 
     init_info_cls: type[TInitInfo]
@@ -212,23 +212,23 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
     """The trainer's twin: a class, or ``"package.module:Class"``."""
     tensors_valid_until: ClassVar[Literal["return", "round"]] = "return"
     """How long tensors given to ``load_weights`` keep their bytes: until it returns (the session
-    copies them), or until the worker lets go of them (the session may keep views). It is
-    asked of the instance, once that is initialised."""
+    copies them), or until the worker releases them (the session may keep views). Read from the
+    instance, once that is initialised."""
     writes_after_return: ClassVar[bool] = True
-    """Whether it could write to tensors that stay valid for the round once ``load_weights`` has
-    returned: the session then digests them a second time before it votes, one more pass over the
-    update. False is not inherited: a class that derives from such an engine states it again, having
-    passed the kit."""
+    """True if the engine could write to tensors that stay valid for the round once ``load_weights``
+    has returned: the session then digests them a second time before it votes, one more pass over
+    the update. False is not inherited: a class that derives from such an engine states it again,
+    having passed the kit."""
     allocates: ClassVar[bool] = False
-    """Whether tensors that stay valid for the round lie in memory that the engine takes for them:
+    """True if tensors that stay valid for the round lie in memory that the engine takes for them:
     there must then be room for the update before its plan is accepted."""
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
-    """Device types whose tensors it moves without a detour."""
+    """Device types whose tensors the engine moves without a detour."""
     multi_host: ClassVar[bool] = False
-    """Whether trainer and workers may be on several hosts."""
+    """True if trainer and workers may be on several hosts."""
     needs_generation: ClassVar[bool] = False
-    """Whether its group must be built anew, by all, when a worker joins or leaves, or after a round
-    has failed."""
+    """True if the engine's group must be built anew, by all, when a worker joins or leaves, or
+    after a round has failed."""
 
     def __init__(self, config: HasBackend, parallel_config: ParallelConfig) -> None:
         self.config = config
@@ -274,13 +274,13 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
         """Check that an update can be staged; called before its plan is accepted.
 
         For engines that take memory which is not the host's: without an answer, the host must have
-        room for whatever is copied or allocated.
+        room for all copied or allocated bytes.
 
         Args:
             nbytes: Bytes of all tensors.
 
         Returns:
-            What the trainer should know of it, for the report; None: this engine has no say.
+            Text for the trainer's report; None: this engine has no say.
 
         Raises:
             StagingMemoryError: There is not that much.
@@ -290,8 +290,8 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
     def set_layout(self, layout: TensorLayout) -> None:  # optional by contract
         """Take the layout of the round's tensors, the same that the trainer's source has.
 
-        Called before `start_weight_update`. With it an update info need not name tensors: it says
-        which numbers of the layout have arrived.
+        Called before `start_weight_update`. With a layout an update info need not name tensors: it
+        states the numbers, in the layout, of those that have arrived.
         """
 
     def start_weight_update(self) -> None:  # optional by contract
@@ -312,15 +312,15 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
 
     Args:
         init_info: Options.
-        client: Reaches all workers of the round.
+        client: Client of all workers of the round.
         source: The weights. Without one, `send_weights` has nothing to send.
     """
 
     init_info_cls: type[TTrainerInitInfo]
     """Dataclass of the options."""
     digest_algorithm: ClassVar[Algorithm] = "xxh3-128"
-    """How the framework digests what this engine moves, on both sides: ``wsum64`` where it stays on
-    devices, since that is computed there."""
+    """Algorithm by which the framework digests this engine's tensors, on both sides: ``wsum64``
+    where they stay on devices, since that is computed there."""
 
     def __init__(
         self,
@@ -347,7 +347,7 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
             if init_info.is_sender:
                 client.init_weight_transfer_engine(engine.worker_init_info())
         except BaseException:
-            # Nobody else knows this engine yet, so nobody else could release what it holds.
+            # No other code has a reference to this engine yet that could release its resources.
             engine.shutdown()
             raise
         return engine
@@ -360,14 +360,14 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
     def send_weights(self) -> None:
         """Send every tensor of the source. Called on the thread that made the engine.
 
-        When it returns, the trainer may change its weights again.
+        Once the call has returned, the trainer may change its weights again.
         """
 
     def round_finished(self, *, committed: bool) -> None:  # optional by contract
-        """Learn what became of the data that `send_weights` sent; called once after it.
+        """Learn the outcome of the round of `send_weights`; called once after it.
 
         Args:
-            committed: Whether it is the current version now; otherwise it may be forgotten.
+            committed: True if the sent data is the current version now; else it may be dropped.
         """
 
     def abort_weight_update(self) -> None:  # optional by contract
@@ -395,7 +395,7 @@ class KeptVersion:
     nbytes: int
     """Bytes of its tensors."""
     committed_at: float
-    """When, in seconds since the epoch."""
+    """Time of the commit, in seconds since the epoch."""
 
 
 class KeepsVersions(Protocol):
@@ -406,14 +406,14 @@ class KeepsVersions(Protocol):
 
     @classmethod
     def kept(cls, init_info: Any) -> Sequence[KeptVersion]:
-        """Return what can be gone back to, oldest first.
+        """Return the versions that can be rolled back to, oldest first.
 
-        A label that was used twice appears twice; the later one is meant by it.
+        A label that was used twice appears twice and means the later version.
         """
 
     @classmethod
     def kept_source(cls, init_info: Any, kept: KeptVersion) -> WeightSource:
-        """Return a source of the weights of a kept version. Its metadata knows their digests."""
+        """Return a source of the weights of a kept version. Its metadata has their digests."""
 
 
 _TInfo = TypeVar("_TInfo")

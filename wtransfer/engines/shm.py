@@ -49,7 +49,7 @@ RELEASE_GRACE_S = 0.5
 
 @dataclass
 class ShmInitInfo(WeightTransferInitInfo):
-    """Where segments are attached."""
+    """Address at which segments are attached."""
 
     address: str
     """Abstract Unix socket of the trainer."""
@@ -62,7 +62,7 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
     """One bucket: tensors of the layout that are in the segment."""
 
     segment: int
-    """Which segment: one for all buckets of a round."""
+    """Number of the segment: one for all buckets of a round."""
     first: int
     """Number of the first tensor."""
     last: int
@@ -70,7 +70,7 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
 
 
 class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
-    """Maps what the trainer has staged on this host.
+    """Maps the update that the trainer has staged on this host.
 
     Args:
         config: Names the backend.
@@ -88,11 +88,11 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self._exporter: ShmInitInfo | None = None
         self._layout: TensorLayout | None = None
         # Weak: the views of the round keep the mapping. Without them the lease ends, also when the
-        # round is aborted, of which an engine that does not receive just then is not told.
+        # round is aborted: an engine that is not receiving at that time is not notified.
         self._mapping: weakref.ref[ByteArray] | None = None
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
-        """Note where the trainer exports segments; each round connects there."""
+        """Record the address at which the trainer exports segments; each round connects there."""
         self._exporter = init_info
 
     def set_layout(self, layout: TensorLayout) -> None:
@@ -100,7 +100,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self._layout = layout
 
     def start_weight_update(self) -> None:
-        """Forget the mapping of the round before: each round maps afresh.
+        """Drop the mapping of the round before: each round maps afresh.
 
         A page that this process wrote to is its own from then on; the old mapping would go on
         showing it after the trainer has rewritten the segment.
@@ -125,7 +125,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
                 exporter.address, exporter.secret, update_info.segment, CONNECT_TIMEOUT_S
             ).mapping
             self._mapping = weakref.ref(mapping)
-        # In bulk, and only what has been written: a page fault per 4 KiB would cost more.
+        # In bulk, and only the written range: a page fault per 4 KiB would cost more.
         populate(mapping, bucket.start, bucket.nbytes)
         load_weights(layout.views(mapping, bucket))
 
@@ -168,7 +168,7 @@ class ShmTrainerEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
 
     Args:
         init_info: Options.
-        client: Reaches all workers.
+        client: Client of all workers.
         source: The weights.
     """
 
@@ -188,7 +188,7 @@ class ShmTrainerEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
         self._num_contents = 0
 
     def worker_init_info(self) -> dict[str, Any]:
-        """Return where segments are attached."""
+        """Return the address at which segments are attached."""
         return {"address": self._exporter.address, "secret": self._exporter.secret}
 
     def send_weights(self) -> None:
@@ -214,12 +214,12 @@ class ShmTrainerEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
             client.update_weights(info)
 
     def round_finished(self, *, committed: bool) -> None:
-        """Keep what was committed; the segment before it is the next to be written."""
+        """Keep the committed segment; the one before it is the next to be written."""
         if committed:
             self._committed, self._next = self._next, self._committed
 
     def shutdown(self) -> None:
-        """Revoke all segments; readers keep what they have mapped."""
+        """Revoke all segments; readers keep their mappings."""
         self._exporter.close()
         for slot in (self._committed, self._next):
             if slot is not None:

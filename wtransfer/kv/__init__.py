@@ -1,1 +1,1 @@
-"""KV cache: what connectors and specs both do to keys and bytes."""
+"""KV cache: operations on keys and bytes that connectors and specs share."""

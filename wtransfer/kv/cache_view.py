@@ -1,7 +1,7 @@
 """A worker's KV cache as bytes: which layouts are accepted, and how blocks are read and written.
 
-The cache of a layer is a tensor whose first dimension counts blocks; what it holds of one block is
-a *page*. A block consists of the pages of all layers of a group, in order. Any page is accepted
+The cache of a layer is a tensor whose first dimension counts blocks; its part of one block is a
+*page*. A block consists of the pages of all layers of a group, in order. Any page is accepted
 whose innermost elements lie together: pages of any dtype and order of dimensions, also with gaps,
 or with keys and values apart. A block that is copied has no gaps: its bytes follow in the order in
 which they lie in the cache, which `page_form` states.
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     Numbers = npt.NDArray[np.int64]
     """Numbers of blocks, slots or places in a slot."""
     Places = npt.NDArray[np.uint8]
-    """Where blocks rest, shape ``(num_slots, blocks per slot, block_nbytes)``."""
+    """Memory that holds blocks, shape ``(num_slots, blocks per slot, block_nbytes)``."""
     Rows = npt.NDArray[np.uint8]
     """Shape ``(num_blocks, bytes of a piece of a page)``; rows may have gaps between them."""
 
 logger = logging.getLogger(__name__)
 
 _BLOCKS_AND_PAGE = 2
-# Below it a call for each block costs more than a second copy, of many blocks at once.
+# Below this size a call for each block costs more than a second copy, of many blocks at once.
 _LARGE_NBYTES = 16 * 1024
 _DEVICE_STEP_NBYTES = 8 * 1024 * 1024
 
@@ -54,7 +54,7 @@ _DEVICE_STEP_NBYTES = 8 * 1024 * 1024
 def page_form(name: str, cache: torch.Tensor) -> str:
     """Return a text that is equal where bytes of a page have the same meaning.
 
-    It contains the order of the strides, not their sizes: pages are sent without gaps.
+    The text contains the order of the strides, not their sizes: pages are sent without gaps.
 
     Args:
         name: Name of the layer.
@@ -74,7 +74,7 @@ def byte_rows(cache: torch.Tensor, nbytes: int, offset: int = 0) -> torch.Tensor
     Args:
         cache: Cache of the layer, on any device.
         nbytes: Bytes of a row, which lie together.
-        offset: Elements before the first of them in a page.
+        offset: Elements of a page before the row.
     """
     size = cache.element_size()
     return torch.empty(0, dtype=torch.uint8, device=cache.device).set_(
@@ -92,14 +92,14 @@ def page_rows(
 
     Args:
         cache: Cache of the layer, any dtype; dim 0 counts blocks.
-        nbytes: Bytes of a page that are used; None: all. A part of it must lie together.
+        nbytes: Bytes of a page that are used; None: all. A part of a page must lie together.
         what: Name of the cache, for the error.
 
     Returns:
         uint8 tensors of shape ``(num_blocks, bytes of the piece)``, in the order of memory.
 
     Raises:
-        CacheLayoutError: It cannot be copied by block.
+        CacheLayoutError: The cache cannot be copied by block.
     """
     # Pieces are dense: the innermost dimensions, as far as there is no gap between their elements.
     outer = [dim for dim in _memory_order(cache) if cache.shape[dim] != 1]
@@ -158,25 +158,25 @@ class GroupPages(Protocol):
     num_blocks: int
     """Number of blocks."""
     device: torch.device
-    """Where the cache is."""
+    """Device of the cache."""
 
     def mark(self) -> object:
-        """Note what the model has been told to do so far; called on its thread, must not wait.
+        """Mark the work given to the model so far; called on the model's thread, must not wait.
 
-        A copy that is given the mark comes after all that.
+        A copy that is given the mark comes after that work.
         """
 
     def gather(
         self, mark: object, blocks: Numbers, places: Places, slots: Numbers, at: Numbers
     ) -> None:
-        """Copy blocks of the cache to where they rest; done when it returns.
+        """Copy blocks of the cache to their places; complete on return.
 
         Args:
-            mark: Of when the job was submitted.
+            mark: Mark of when the job was submitted.
             blocks: Numbers of the blocks.
-            places: Where they rest.
-            slots: The slot of each.
-            at: The place of each in its slot.
+            places: Memory that holds the blocks.
+            slots: Slot of each block.
+            at: Place of each block in its slot.
         """
 
     def scatter(
@@ -192,8 +192,8 @@ class CacheView:
         kv_caches: The caches, by layer.
 
     Raises:
-        CacheLayoutError: One cannot be copied by block, or there is none.
-        ManifestError: A dtype that does not travel.
+        CacheLayoutError: A cache cannot be copied by block, or there is none.
+        ManifestError: A dtype is not in the table of dtypes.
     """
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -216,7 +216,7 @@ def pages_of(kv_caches: CanonicalKVCaches) -> list[GroupPages]:
     """Return the pages of each group.
 
     Args:
-        kv_caches: Ours, or vLLM's.
+        kv_caches: Caches as our class, or as vLLM's.
 
     Raises:
         CacheLayoutError: A tensor cannot be copied by block, or a group has no pages.
@@ -256,7 +256,7 @@ def geometries_of(
     for number, (group, refs) in enumerate(zip(config.groups, refs_of, strict=True)):
         blocks_per_chunk = config.cache.blocks_per_chunk
         pages = tuple(
-            # vLLM's have no form.
+            # vLLM's refs have no form.
             (getattr(ref, "form", "") or config.model.dtype, ref.page_size_bytes)
             for ref in refs
         )
@@ -297,7 +297,7 @@ class Run:
 
     Args:
         layers: Rows of each layer, alike and evenly spaced.
-        start: First byte of them in a block.
+        start: First byte of the pages in a block.
     """
 
     def __init__(self, layers: Sequence[Rows], start: int) -> None:
@@ -314,7 +314,7 @@ class Run:
         self.nbytes = self.shape[0] * self.shape[1]
         """Bytes of a block's part."""
         self.where = slice(start, start + self.nbytes)
-        """Where that part is in a block."""
+        """Range of that part in a block."""
 
 
 def runs_of(layers: Sequence[Rows]) -> Iterator[Run]:
@@ -354,7 +354,7 @@ class HostPages:
         self._runs = list(runs_of([rows.numpy() for rows in layers]))
 
     def mark(self) -> None:
-        """Note nothing: the model's writes to host memory are done when its call returns."""
+        """Return no mark: the model's writes to host memory are done when its call returns."""
 
     def gather(
         self,
@@ -364,14 +364,14 @@ class HostPages:
         slots: Numbers,
         at: Numbers,
     ) -> None:
-        """Copy blocks of the cache to where they rest."""
+        """Copy blocks of the cache to their places."""
         rows = _rows(blocks, slots, at)
         for run in self._runs:
             if run.nbytes >= _LARGE_NBYTES:
                 for block, slot, place in rows:
                     _copy(places[slot, place, run.where].reshape(run.shape), run.pages[block])
             else:
-                # The first is a copy; small enough to stay in the processor's cache.
+                # `pages` is a copy, small enough to stay in the processor's cache.
                 pages = run.pages[blocks].reshape(len(blocks), -1)
                 places[slots, at, run.where] = pages
 
@@ -416,11 +416,11 @@ def _rows(*columns: Numbers) -> list[tuple[int, ...]]:
 class DevicePages:
     """The cache of one group, on a device.
 
-    It uses torch's device-independent interface only, and has not been run on a GPU yet. The tests
-    run it on torch's ``cpu`` device, whose streams and events do nothing: they do not show that the
-    order of the streams is right, nor how fast it is.
+    The class uses torch's device-independent interface only, and has not been run on a GPU yet. The
+    tests run it on torch's ``cpu`` device, whose streams and events do nothing: they do not show
+    that the order of the streams is right, nor how fast the copies are.
 
-    That order: a copy waits for what the model had been told to do when its job was submitted
+    That order: a copy waits for the work that the model had been given when its job was submitted
     (`mark`), and the copying thread waits for the copy before it reads the bytes or returns.
 
     Args:
@@ -435,7 +435,7 @@ class DevicePages:
         self._module: Any = torch.get_device_module(self.device)
 
     def mark(self) -> object:
-        """Note what the model has been told to do so far."""
+        """Mark the work given to the model so far."""
         event = self._module.Event()
         event.record(self._module.current_stream())
         return event
@@ -443,7 +443,7 @@ class DevicePages:
     def gather(
         self, mark: object, blocks: Numbers, places: Places, slots: Numbers, at: Numbers
     ) -> None:
-        """Copy blocks of the cache to where they rest."""
+        """Copy blocks of the cache to their places."""
         for part in self._parts(len(blocks)):
             with self._after(mark):
                 chosen = torch.from_numpy(blocks[part]).to(self.device)
@@ -498,7 +498,7 @@ class Pinned:
     """Host memory that a device may read and write by itself: copies are faster.
 
     Args:
-        device: Which device; nothing is done for any but CUDA's.
+        device: Device; nothing is done for any but CUDA's.
         address: First byte, at a page's start.
         nbytes: Size.
     """
@@ -519,7 +519,7 @@ class Pinned:
                 self._runtime = None
 
     def close(self) -> None:
-        """Unpin it; a second call does nothing."""
+        """Unpin the memory; a second call does nothing."""
         if self._runtime is not None:
             self._runtime.cudaHostUnregister(self._address)
             self._runtime = None

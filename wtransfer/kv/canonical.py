@@ -28,7 +28,7 @@ class CanonicalKVCacheRef:
     """The page of one layer."""
 
     tensor_idx: int
-    """Which of the tensors."""
+    """Index of the tensor."""
     page_size_bytes: int
     """Bytes that are used."""
     form: str = ""

@@ -5,8 +5,8 @@ that. Out of slots: the header must be that of the block that was asked for, and
 the digest that it states, before one of them reaches the cache; and the slot must not have been
 opened until the copy was done. Otherwise the chunk is refused, for a reason that is counted.
 
-All of it is done for many blocks at once, in steps that fit into a processor's cache, so that bytes
-are digested where they were just copied, or are about to be.
+Many blocks are processed at once, in steps that fit into a processor's cache, so that bytes are
+digested where they were just copied, or are about to be.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
 
 Reason = Mismatch | Literal["reused", "malformed", "slow", "shutdown", "error"]
 """Why a job failed. *reused*: the slot was given to another block meanwhile. *malformed*: its two
-sides do not belong together. *slow*: it was not done by its deadline. *shutdown*: the worker was
-shut down. *error*: something raised; the log has it."""
+sides do not belong together. *slow*: the deadline passed. *shutdown*: the worker was shut down.
+*error*: an exception, which the log has."""
 
 STEP_NBYTES = 512 * 1024
 """Bytes that are copied and then digested, or the other way round: a processor's cache holds them.
 At least one chunk."""
 TASK_NBYTES = 128 * 1024 * 1024
 """Bytes that one thread copies before it takes the next task, and for which headers are read or
-written at once. At least one chunk. What is done once for a task takes half a millisecond, and
-holds the interpreter lock."""
+written at once. At least one chunk. The fixed cost of a task is half a millisecond, under the
+interpreter lock."""
 SHARE_NBYTES = 8 * 1024 * 1024
 """Bytes that are worth a thread of their own: no job is divided into smaller tasks."""
 TASK_CHUNKS = 1024
 """Chunks of one task at most: the smallest take longer for their headers than for their bytes."""
 
 _UNVERIFIED = bytes(CHECKSUM_NBYTES)
-# Damage: what is in the slot is of no use to any request. Not so *key*, which is another block,
-# whole, and *length*, which may be the end of a chunk of which all was wanted.
+# Damage: the slot's bytes are of no use to any request. Not so *key*, which is another block,
+# whole, and *length*, which may be the end of a chunk that was wanted as a whole.
 _DAMAGED = frozenset({"torn", "format", "geometry", "rank", "checksum"})
 
 
@@ -56,7 +56,7 @@ class RefusedError(Exception):
     """Chunks could not be stored or loaded; never leaves the worker.
 
     Args:
-        reason: Why.
+        reason: Reason of the refusal.
         row: The first chunk that is refused. Those before it are in the cache.
     """
 
@@ -73,9 +73,9 @@ class Chunks:
     group: int
     """Number of the group."""
     slots: Numbers
-    """Their slots, shape ``(n,)``."""
+    """Slots of the chunks, shape ``(n,)``."""
     keys: Sequence[bytes]
-    """Their keys."""
+    """Keys of the chunks."""
     blocks: Numbers
     """Blocks of the cache, shape ``(n, blocks_per_chunk)``; -1: not a part of this job."""
 
@@ -86,12 +86,12 @@ class Chunks:
         return Chunks(self.group, self.slots[part], self.keys[part], self.blocks[part])
 
     def where(self, wanted: npt.NDArray[np.bool_]) -> Chunks:
-        """Return some of them; `wanted` has shape ``(n,)``."""
+        """Return the wanted chunks; `wanted` has shape ``(n,)``."""
         keys = list(itertools.compress(self.keys, wanted))
         return Chunks(self.group, self.slots[wanted], keys, self.blocks[wanted])
 
     def split(self, size: int) -> Iterator[Chunks]:
-        """Yield them, at most so many at a time."""
+        """Yield the chunks in portions of at most `size`."""
         return (self[start : start + size] for start in range(0, len(self), size))
 
     @property
@@ -108,18 +108,18 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Copier:
-    """Copies chunks of one group. Any thread may, for different slots at the same time."""
+    """Copies chunks of one group. Threads may copy at the same time, for different slots."""
 
     part: Slots
-    """Where they rest."""
+    """Memory that holds the chunks."""
     pages: GroupPages
-    """The cache."""
+    """Cache of the group."""
     form: HeaderForm
-    """Their headers."""
+    """Form of the chunks' headers."""
     blocks_per_chunk: int = 1
     """Blocks in a slot."""
     verified: bool = True
-    """Whether payloads are digested; headers are compared in any case."""
+    """True if payloads are digested; headers are compared in any case."""
 
     @property
     def chunk_nbytes(self) -> int:
@@ -130,8 +130,8 @@ class Copier:
         """Yield chunks in portions for one thread.
 
         Args:
-            chunks: All of a job.
-            num_threads: How many threads there are.
+            chunks: The chunks of a job.
+            num_threads: Number of threads.
         """
         least, most = (nbytes // self.chunk_nbytes for nbytes in (SHARE_NBYTES, TASK_NBYTES))
         even = max(1, least, -(-len(chunks) // num_threads))
@@ -143,8 +143,8 @@ class Copier:
         """Copy chunks into their slots; return the headers that close these.
 
         Args:
-            chunks: Each may begin late, but must end with its last block.
-            mark: What the model must have done before (`GroupPages.mark`).
+            chunks: Chunks; any may begin late, but must end with its last block.
+            mark: Model work that the copy waits for (`GroupPages.mark`).
         """
         sizes = self.chunk_nbytes - chunks.first * self.pages.block_nbytes
         digests = []
@@ -154,11 +154,11 @@ class Copier:
         return self.form.pack(chunks.keys, sizes, digests)
 
     def load(self, chunks: Chunks, mark: object) -> None:
-        """Copy chunks out of their slots, if they are what they should be.
+        """Copy chunks out of their slots, if these hold the expected blocks.
 
         Args:
             chunks: Parts of chunks, or whole ones.
-            mark: What the model must have done before (`GroupPages.mark`).
+            mark: Model work that the copy waits for (`GroupPages.mark`).
 
         Raises:
             RefusedError: A chunk is another one, or damaged, and was not written, or its slot was
@@ -206,7 +206,7 @@ class Copier:
     ) -> Iterator[tuple[slice, tuple[Numbers, Places, Numbers, Numbers]]]:
         """Yield portions that fit into a processor's cache.
 
-        Each with its blocks and where they rest, as `GroupPages` takes them.
+        A portion comes with its blocks and their places, as `GroupPages` takes them.
         """
         rows, at = np.nonzero(chunks.blocks >= 0)
         blocks, slots = chunks.blocks[rows, at], chunks.slots[rows]
@@ -222,7 +222,7 @@ class Copier:
 
     @functools.cached_property
     def _slots_of_blocks(self) -> Places:
-        """All slots as blocks."""
+        """Payloads of the slots as blocks."""
         slots = self.part.slots
         return np.lib.stride_tricks.as_strided(
             slots,
@@ -231,7 +231,7 @@ class Copier:
         )
 
     def _digests(self, chunks: Chunks, sizes: Numbers, rows: slice) -> list[bytes]:
-        """Return the checksums of what is in the slots of some chunks, up to their ends."""
+        """Return the checksums of the bytes in the slots of some chunks, up to their ends."""
         slots = chunks.slots[rows].tolist()
         if not self.verified:
             return [_UNVERIFIED] * len(slots)

@@ -34,13 +34,14 @@ Why no order of events serves stale KV:
 * Worker first. The scheduler still plans for the old versions; the worker refuses those jobs.
 * Scheduler first: one rank reports before another rank's step ends. Requests that had begun are
   stale. A new one has the new version of the one rank and the old one of the other, which refuses
-  its jobs after its own commit; what both compute before is named by both versions together.
+  its jobs after its own commit; blocks that both compute before are named by both versions
+  together.
 * Commit and way back between two reports. The fingerprint is as before, the epoch is not, and both
   sides compare both.
 * A commit while a load runs. The load is compared again when it is finished; only then does its
   request compute.
 * A commit while a step computes. A host commits between two steps, and does not count a step that
-  was planned for other versions. It also empties the model's own prefix cache at a commit.
+  was planned for other versions. A host also empties the model's own prefix cache at a commit.
 
 A missed commit costs a miss at worst: keys contain the fingerprint of all ranks.
 """
@@ -87,14 +88,14 @@ class SchedulerFence:
         self._is_closed = False
 
     def update(self, reported: Mapping[int, Sequence[str | int] | None]) -> bool:
-        """Take what ranks report: the version of each, or None while its weights change.
+        """Take the reports of ranks: the version of each, or None while its weights change.
 
         Returns:
-            Whether the instance computes with other weights than were last known.
+            True if the instance computes with other weights than were last known.
         """
         try:
             for rank, report in reported.items():
-                # As it travels, a version may have become a plain list.
+                # On the wire a version may have become a plain list.
                 version = None if report is None else WeightVersion(*report)  # type: ignore[arg-type]
                 if version is not None:
                     last = self._epochs[rank]
@@ -153,8 +154,8 @@ class WorkerFence:
     """The worker's side, which holds the weights and so decides.
 
     Args:
-        rank: Its rank.
-        weights: What this process computes with.
+        rank: Rank of the worker.
+        weights: Weights that this process computes with.
     """
 
     def __init__(self, rank: int, weights: ProcessWeights = process_weights) -> None:
@@ -171,7 +172,7 @@ class WorkerFence:
         return known is not None and self.rank < len(known) and known[self.rank] == self.version()
 
     def report(self) -> dict[int, WeightVersion | None]:
-        """Return this rank's part of what `SchedulerFence.update` takes."""
+        """Return this rank's part of the argument of `SchedulerFence.update`."""
         return {self.rank: self.version()}
 
 

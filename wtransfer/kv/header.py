@@ -1,6 +1,6 @@
-"""Header of a KV block: what its bytes are, beside them wherever they rest.
+"""Header of a KV block: describes the bytes, and lies beside them wherever they are kept.
 
-A load compares it, and so trusts neither a table nor a disk.
+A load compares the header, and so trusts neither a table nor a disk.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def check_key_nbytes(nbytes: int) -> None:
     """Raise unless a fenced key of this length fits into a header.
 
     Raises:
-        ValueError: It does not.
+        ValueError: The key is too long.
     """
     most = FENCE_NBYTES + MAX_KEY_NBYTES
     if nbytes > most:
@@ -56,18 +56,18 @@ def checksum(payload: object) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class BlockHeader:
-    """What the bytes of one block, of one rank, are."""
+    """Description of the bytes of one block, of one rank."""
 
     key: bytes
     """Fenced key."""
     geometry: bytes
-    """`BlockGeometry.digest` of what stored it."""
+    """`BlockGeometry.digest` of the writer."""
     nbytes: int
     """Payload bytes."""
     checksum: bytes
-    """Of the payload."""
+    """Checksum of the payload."""
     rank: int = 0
-    """Whose part of the block it is."""
+    """Rank that this part of the block belongs to."""
 
     def pack(self) -> bytes:
         """Return the header as `HEADER_NBYTES` bytes.
@@ -99,7 +99,7 @@ class BlockHeader:
         return cls(key[:key_nbytes], geometry, nbytes, total, rank)
 
     def mismatch(self, key: bytes, geometry: bytes, nbytes: int, rank: int = 0) -> Mismatch | None:
-        """Return in what the block differs from the one that is wanted; None if it is that one.
+        """Return the first mismatching field; None: the block is the wanted one.
 
         The bytes themselves are not looked at: compare `checksum`.
         """
@@ -114,7 +114,7 @@ class BlockHeader:
 
 @dataclass(frozen=True)
 class BlockGeometry:
-    """How a rank's part of a block is laid out: what two sides must have in common."""
+    """Layout of a rank's part of a block, which two sides must have in common."""
 
     block_size: int
     """Tokens per block."""
@@ -122,7 +122,7 @@ class BlockGeometry:
     """Dtype and bytes of each page of a block, in the order in which they are laid out: one per
     layer, or per key and value of a layer."""
     num_ranks: int = 1
-    """Among how many ranks the heads are divided."""
+    """Number of ranks among which the heads are divided."""
     model: str = ""
     """Model that the KV belongs to, as its users name it."""
 
@@ -135,11 +135,11 @@ class BlockGeometry:
         """Raise unless blocks of the other side are blocks here.
 
         Args:
-            other: How the other side lays its blocks out.
+            other: Layout of the other side's blocks.
             whose: The other side's name.
 
         Raises:
-            KVLayoutError: They are not; it names the first field in which they differ.
+            KVLayoutError: The layouts differ; the error names the first field that does.
         """
         for each in fields(self):
             ours, theirs = getattr(self, each.name), getattr(other, each.name)
@@ -152,7 +152,7 @@ class BlockGeometry:
 
     @property
     def digest(self) -> bytes:
-        """16 bytes that are equal where everything here is."""
+        """16 bytes that are equal where all fields are."""
         pages = "".join(f"{dtype}:{nbytes}," for dtype, nbytes in self.pages)
         text = f"{self.block_size}|{self.num_ranks}|{self.model}|{pages}"
         return xxhash.xxh3_128_digest(text.encode())

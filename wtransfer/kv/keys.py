@@ -1,4 +1,4 @@
-"""Keys of KV blocks: what a block is, which tokens, which position, which weights."""
+"""Keys of KV blocks, which identify a block by its tokens, position and weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def hash_blocks(
     Args:
         tokens: Token ids, non-negative.
         block_size: Tokens per block.
-        root: What else the KV depends on: model, adapter, salt of a tenant.
+        root: Everything else that the KV depends on: model, adapter, salt of a tenant.
         hash_function: Hash of bytes. Where tenants must not be able to find each other's blocks,
             give a cryptographic one.
     """
@@ -69,12 +69,12 @@ class BlockHashes:
         self._last = hash_function(root), _check_hash(root)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take the whole sequence as it is known now; it begins with what was known before."""
+        """Take the whole sequence as known now; its beginning is the sequence known before."""
         words = list(_words(tokens[len(self.pairs) * self._block_size :], self._block_size))
         parent, check_hash = self._last
         hashes = _chain(parent, words, self._hash)
         checks = _chain(check_hash, words, _check_hash)
-        # All or nothing: what fails half-way must not leave blocks without what they follow.
+        # All or nothing: a failure half-way must not leave blocks without their predecessors.
         added = list(zip(hashes, checks, strict=True))
         if added:
             self.pairs += added
@@ -110,7 +110,7 @@ def fence_key(key: bytes, fingerprint: str, check_hash: bytes = b"") -> OffloadK
     Args:
         key: The host's key.
         fingerprint: Identity of the weights that computed the block.
-        check_hash: Tells it from other blocks with this key; empty if the host has none.
+        check_hash: Distinguishes the block from others with this key; empty if the host has none.
     """
     mark = xxhash.xxh3_128_digest(fingerprint.encode() + b"\0" + check_hash)
     return OffloadKey(mark + key)

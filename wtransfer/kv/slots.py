@@ -1,4 +1,4 @@
-"""Slots, in which blocks rest: what the copier needs of them, and headers of many at once."""
+"""Slots that hold blocks: the interface that the copier needs, and headers of many at once."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Slots(Protocol):
         """Clear the header of a damaged block, unless it is another one by now.
 
         Args:
-            slot: Its slot.
-            seen: The header that it was judged by, shape ``(HEADER_NBYTES,)``.
+            slot: Slot of the block.
+            seen: Header that the block was judged by, shape ``(HEADER_NBYTES,)``.
         """
 
 
@@ -76,14 +76,14 @@ class HeaderForm:
 
     Args:
         geometry: `BlockGeometry.digest`.
-        rank: Whose part of the blocks it is.
+        rank: Rank that this part of the blocks belongs to.
     """
 
     def __init__(self, geometry: bytes, rank: int) -> None:
         self.geometry = geometry
-        """As given."""
+        """Digest of the geometry."""
         self.rank = rank
-        """As given."""
+        """Rank that the headers state."""
         blank = BlockHeader(b"", geometry, 0, bytes(CHECKSUM_NBYTES), rank).pack()
         self._blank = np.frombuffer(blank, np.uint8).copy()
         self._blank[-_SELF_NBYTES:] = 0
@@ -95,8 +95,8 @@ class HeaderForm:
 
         Args:
             keys: Fenced keys.
-            nbytes: Payload bytes of each.
-            checksums: Of the payloads.
+            nbytes: Payload bytes of each block.
+            checksums: Checksums of the payloads.
 
         Raises:
             ValueError: A key is too long.
@@ -129,7 +129,7 @@ class HeaderForm:
 
 
 def differ(found: Headers, expected: Headers) -> npt.NDArray[np.intp]:
-    """Return which headers are damaged or not as expected, payload checksums aside."""
+    """Return the indices of headers that are damaged or unexpected, payload checksums aside."""
     same = found == expected
     same[:, _CHECKSUM] = True
     same[:, -_SELF_NBYTES:] = found[:, -_SELF_NBYTES:] == _own_checksums(found)

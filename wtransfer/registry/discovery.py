@@ -27,8 +27,8 @@ CORE = "wtransfer"
 """Distribution whose entry points are the built-ins."""
 
 Origin: TypeAlias = Literal["built-in", "discovered", "run time", "module path", "application"]
-"""Where a backend comes from: our entry points, another distribution's, ``register_*``, a module
-that a configuration names, or an application's ``wtransfer_load`` hook."""
+"""Origin of a backend: our entry points, another distribution's, ``register_*``, a module that a
+configuration names, or an application's ``wtransfer_load`` hook."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,13 +43,13 @@ class Kind:
     group: str
     """Entry-point group; empty where backends of this kind are not discovered."""
     noun: str
-    """What one of them is called in texts."""
+    """Noun for one such backend in texts."""
     bases: tuple[str, ...]
-    """Base classes as ``module:Class``; one of them will do."""
+    """Base classes as ``module:Class``; one of them suffices."""
     methods: tuple[str, ...] = ()
     """Where given, a class fits by having these methods, whatever its bases are."""
     unknown: str = ""
-    """How the error for an unknown name begins."""
+    """Beginning of the error for an unknown name."""
     taken: str = ""
     """Text of the error for a name that is taken."""
     reserved: frozenset[str] = frozenset()
@@ -107,13 +107,13 @@ DISCOVERED: tuple[Kind, ...] = (ENGINES, CONNECTORS, SPECS)
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of a backend without importing it."""
+    """Facts of a backend that are known without importing it."""
 
     kind: Kind
     name: str
     """Name as its author wrote it."""
     value: str
-    """Where it is: ``module:Class``."""
+    """Location of the backend: ``module:Class``."""
     distribution: str | None
     """Distribution that declares it; None where a program registered it."""
     version: str | None
@@ -146,14 +146,14 @@ class Record:
     def check_origin(self, distribution: str | None, version: str | None, where: str) -> None:
         """Raise unless another process has this backend from the same place.
 
-        The version counts as much as the distribution. What the sides of a backend send each other
-        is their author's own format, and no contract promises that two versions understand each
-        other: one sentence before the first byte is better than an error in the middle of them.
+        The version counts as much as the distribution. The sides of a backend exchange data in
+        their author's own format, and no contract promises that two versions understand each other:
+        one sentence before the first byte is better than an error in the middle of the data.
 
         Args:
             distribution: Distribution there; None where a program provided it, which passes.
             version: Version of that distribution.
-            where: Which process, as in "on the trainer".
+            where: Place of that process, as in "on the trainer".
 
         Raises:
             PluginIncompatibleError: The distribution or the version is another one.
@@ -176,7 +176,7 @@ class Diagnostic:
     distribution: str
     """Its name, or its place where the name cannot be read."""
     problem: str
-    """What is wrong, and what follows."""
+    """The problem and its consequence."""
 
 
 @dataclass
@@ -212,7 +212,7 @@ def discover(distributions: Distributions = installed) -> Catalog:
     """Read the entry points of every distribution.
 
     Args:
-        distributions: Returns what to read.
+        distributions: Returns the distributions to read.
 
     Cost:
         One small file per distribution, and the metadata of those that declare a backend.
@@ -286,5 +286,5 @@ def _name_and_version(distribution: Distribution) -> tuple[str, str]:
     text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
     header = HeaderParser().parsestr(text.partition("\n\n")[0], headersonly=True)
     name, version = header["Name"], header["Version"]
-    # In any other place or form, it is the library's to find.
+    # Any other place or form is left to the library.
     return (name, version) if name and version else (distribution.name, distribution.version)

@@ -1,4 +1,4 @@
-"""The hooks: what wtransfer asks and notifies of, and how to observe.
+"""The hooks: questions and notifications of wtransfer, and how to observe.
 
 An application registers an object or a module with functions marked by `hookimpl`::
 
@@ -14,7 +14,7 @@ registered automatically, and so is a backend's object that implements a hook, u
 ``shutdown``.
 
 Observers observe: they are called one by one, and the error of one is logged and affects neither
-the others nor the caller. They are called on the thread where the event happened, so they must not
+the others nor the caller. Calls come on the thread where the event happened, so observers must not
 block. There is no hook per tensor or block.
 """
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class Report(Protocol):
-    """What an observer reads of a round's report (`wtransfer.weight_sync.report.Report`)."""
+    """Part of a round's report that observers read (`wtransfer.weight_sync.report.Report`)."""
 
     @property
     def version(self) -> str:
@@ -54,7 +54,7 @@ class Report(Protocol):
 
     @property
     def workers(self) -> Sequence[Any]:
-        """What became of each worker (`wtransfer.weight_sync.report.WorkerReport`)."""
+        """Outcome of each worker (`wtransfer.weight_sync.report.WorkerReport`)."""
 
     @property
     def seconds(self) -> Mapping[str, float]:
@@ -70,7 +70,7 @@ class Report(Protocol):
 
     @property
     def ok(self) -> bool:
-        """Whether every worker of the round has proven that it holds the update."""
+        """True if every worker of the round has proven that it holds the update."""
 
 
 @hookspec(firstresult=True)
@@ -78,7 +78,7 @@ def wtransfer_load(kind: str, name: str) -> type | None:
     """Return the class of a backend, or None to leave the answer to others.
 
     Called once for each name, when it is first used; the answer is remembered. Only an object that
-    the application registered may implement it: it is asked before pins and plug-ins.
+    the application registered may implement it, and is asked before pins and plug-ins.
 
     Args:
         kind: ``engines``, ``connectors``, ``specs`` or ``trainers``.
@@ -137,7 +137,7 @@ def wtransfer_round_aborted(
     """A round ended without a commit; the old version serves on.
 
     Args:
-        error: Why.
+        error: Cause of the abort.
         round_id: The round.
         version: Label of the update.
         worker: Name of the worker session; None on the trainer.
@@ -155,7 +155,7 @@ def wtransfer_round_ended(  # noqa: PLR0917  # an observer declares those that i
     nbytes: int,
     num_workers: int,
 ) -> None:
-    """A round of the publisher is over, whatever it came to; on the trainer only.
+    """A round of the publisher is over, with any outcome; on the trainer only.
 
     Called once for each `wtransfer_round_started` of the trainer, on the round's thread, before
     ``publish`` returns.
@@ -163,11 +163,11 @@ def wtransfer_round_ended(  # noqa: PLR0917  # an observer declares those that i
     Args:
         round_id: The round.
         version: Label of the update.
-        outcome: That of the report, ``committed``, ``mixed`` or ``verified``; else ``aborted``, or
+        outcome: As in the report, ``committed``, ``mixed`` or ``verified``; else ``aborted``, or
             ``failed`` where the publisher failed after its commit was sent.
         report: The report; None where there is none.
-        error: What ``publish`` raises; else None. There are both where no worker holds the version
-            after the commit.
+        error: Error that ``publish`` raises; else None. There are both where no worker holds the
+            version after the commit.
         seconds: Seconds by phase, in their order, and their sum ``total``; of a round that was
             aborted, the last one is the phase that it was aborted in.
         nbytes: Bytes of the update; 0 until it is planned.
@@ -190,8 +190,8 @@ class PluginManager(pluggy.PluginManager):
         """Register an object or module of the application.
 
         Raises:
-            PluginTypeError: It is a class, or an implementation fits no hook.
-            AlreadyRegisteredError: It is registered already.
+            PluginTypeError: The object is a class, or an implementation fits no hook.
+            AlreadyRegisteredError: The object is registered already.
         """
         if isinstance(plugin, type):
             raise PluginTypeError(
@@ -226,10 +226,12 @@ class PluginManager(pluggy.PluginManager):
             return super().unregister(plugin, name) if self.is_registered(plugin) else None
 
     def register_backend(self, plugin: object) -> None:
-        """Register a backend's module or object; idempotent. It may not answer ``wtransfer_load``.
+        """Register a backend's module or object, which may not answer ``wtransfer_load``.
+
+        Idempotent.
 
         Raises:
-            PluginTypeError: It does answer, or an implementation fits no hook.
+            PluginTypeError: An implementation answers ``wtransfer_load``, or fits no hook.
         """
         with self._lock:
             if self.is_registered(plugin):
@@ -246,7 +248,7 @@ class PluginManager(pluggy.PluginManager):
         return any(self._implementations(plugin))
 
     def attach(self, backend: Any, plugin: object = None) -> None:
-        """Register what implements a hook until the ``shutdown`` of a backend's object is called.
+        """Register an object that implements a hook until a backend's ``shutdown`` is called.
 
         Args:
             backend: Anything with a ``shutdown`` method.
@@ -282,8 +284,8 @@ class PluginManager(pluggy.PluginManager):
         Only Ctrl-C on the main thread passes: it belongs to the user.
 
         Args:
-            hook_name: One of the hooks above, but ``wtransfer_load``.
-            **facts: All of its arguments.
+            hook_name: Name of a hook above, but not ``wtransfer_load``.
+            **facts: Every argument of the hook.
         """
         caller = getattr(self.hook, hook_name)
         assert caller.spec is not None
@@ -309,7 +311,7 @@ class PluginManager(pluggy.PluginManager):
 HOOKS = tuple(name for name in list(vars()) if name.startswith("wtransfer_"))
 
 board = PluginManager()
-"""The process's own."""
+"""Plugin manager of this process."""
 
 register = board.register
 unregister = board.unregister

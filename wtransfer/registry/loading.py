@@ -1,13 +1,14 @@
 """Load a backend: once, within a deadline, checked, so that its failure affects no other.
 
 A plug-in is imported on a thread of its own. An import cannot be interrupted: one that does not end
-is left behind. It holds the import locks of its own modules only, so that all others can still be
-imported, and its daemon thread ends with the process at the latest. A plug-in must therefore not
-rely on being imported in the main thread. One that does (it installs a signal handler, say) needs
-``WTRANSFER_LOAD_TIMEOUT_S=0``: then it is imported in the calling thread, without a deadline.
+is left behind. A hanging import holds the import locks of its own modules only, so that all others
+can still be imported, and its daemon thread ends with the process at the latest. A plug-in must
+therefore not rely on being imported in the main thread. A plug-in that does (to install a signal
+handler, say) needs ``WTRANSFER_LOAD_TIMEOUT_S=0``: then it is imported in the calling thread,
+without a deadline.
 
-What cannot be survived: a plug-in that ends the process while it is imported (``os._exit``, a
-crash in native code), and one that hangs there while it holds the interpreter lock.
+Beyond protection: a plug-in that ends the process while it is imported (``os._exit``, a crash in
+native code), and one that hangs there while it holds the interpreter lock.
 """
 
 from __future__ import annotations
@@ -50,14 +51,15 @@ _VALUE = re.compile(r"(?P<module>\w+(\.\w+)*)\s*:\s*(?P<attr>\w+(\.\w+)*)\s*(\[[
 class Loader:
     """Loads records and remembers the outcome, be it a class or a failure.
 
-    It is itself registered for hooks, and answers ``wtransfer_load`` after every application.
+    The loader is itself registered for hooks, and answers ``wtransfer_load`` after every
+    application.
 
     Args:
         board: Asked and notified; modules of backends are registered with it.
-        record: Returns what is declared of a kind under a name.
+        record: Returns the record of a kind and a name.
         timeout_s: Seconds that an import may take; 0: no deadline.
-        catalog: What is installed: our own version, for what plug-ins require (None: not checked),
-            and what could not be read.
+        catalog: Catalog of the installed: our own version, to check what plug-ins require (None:
+            not checked), and the distributions that could not be read.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class Loader:
 
     @hookimpl(trylast=True)
     def wtransfer_load(self, kind: str, name: str) -> type:
-        """Load what is registered or installed under a name."""
+        """Load the backend that is registered or installed under a name."""
         cls = self.load(self._record(kind, name))
         self._own_answers[kind, name] = cls
         return cls
@@ -113,12 +115,12 @@ class Loader:
         return self.load(record), record
 
     def load(self, record: Record) -> type:
-        """Load what a record names; repeats give the same class, or fail with the same cause.
+        """Load the class of a record; repeats give the same class, or fail with the same cause.
 
         Raises:
             PluginIncompatibleError: Its distribution requires another version of wtransfer.
-            PluginBrokenError: It cannot be imported, or not in time.
-            PluginTypeError: It is not what its kind requires.
+            PluginBrokenError: The backend cannot be imported, or not in time.
+            PluginTypeError: The backend does not meet the requirements of its kind.
         """
         # One lock for each record: a plug-in that hangs delays callers of its own name, within the
         # deadline, and no others. setdefault is atomic, so all threads get one lock.
@@ -160,9 +162,9 @@ class Loader:
         return cls
 
     def _check_requirements(self, record: Record) -> None:
-        """Compare our version with what the plug-in's distribution requires.
+        """Compare our version with the requirements of the plug-in's distribution.
 
-        Done before its import, which could only fail in a less helpful way.
+        Done before the import, which could only fail in a less helpful way.
         """
         installed_version = self._catalog.core_version
         if record.source is None or installed_version is None:
@@ -187,10 +189,10 @@ class Loader:
                 )
 
     def _import(self, record: Record) -> object:
-        """Import what a record names.
+        """Import the object that a record names.
 
         Raises:
-            PluginBrokenError: The value names no object; importing raised, whatever it was, exited,
+            PluginBrokenError: The value names no object; the import raised any exception, exited,
                 or did not end.
         """
         place = _VALUE.fullmatch(record.value.strip())
@@ -241,10 +243,10 @@ class Loader:
 
 
 def _check_class(record: Record, loaded: object) -> type:
-    """Return what was loaded, if it is a class that its kind can use.
+    """Return the loaded object, if it is a class that its kind can use.
 
     Raises:
-        PluginTypeError: It is no class, misses methods or the base, or has abstract methods left.
+        PluginTypeError: Not a class, methods or the base missing, or abstract methods left.
     """
     kind, problem = record.kind, ""
     base = " or ".join(kind.bases)

@@ -1,7 +1,7 @@
 """From a name to a class: one registry for each kind of backend, all of them over one host.
 
-The order: an explicit class, which needs no registry, then the pin, what was registered at run
-time, the built-in, the only one discovered. Never chosen silently between two distributions.
+The order: an explicit class, which needs no registry, then the pin, the backend registered at run
+time, the built-in, the only one discovered. No silent choice between two distributions.
 
 ========================================  ======================================================
 ``WTRANSFER_PIN``                         ``kind:name=distribution``, separated by commas
@@ -64,14 +64,14 @@ logger = logging.getLogger(__name__)
 
 
 class Settings:
-    """What the environment variables decide.
+    """Settings in the environment variables.
 
     Args:
         environ: The environment.
 
     Raises:
-        PluginSettingError: A variable cannot be read. Going on without it would load what the
-            operator did not choose.
+        PluginSettingError: A variable cannot be read. Going on without it would load backends that
+            the operator did not choose.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -126,7 +126,7 @@ def _entries(variable: str, text: str) -> list[tuple[str, str, str]]:
 
 
 def _find_entry(entries: list[tuple[str, str, str]], record: Record) -> str | None:
-    """Return the entry that means a backend, as written."""
+    """Return the entry that matches a backend, as written."""
     own_distribution, own_name = canonical(record.distribution), fold(record.name)
     for text, distribution, name in entries:
         if distribution == own_distribution and name in ("", own_name):
@@ -139,9 +139,9 @@ class Listed(NamedTuple):
 
     record: Record
     address: str | None
-    """Shortest name that means it; None where it is blocked."""
+    """Shortest name that resolves to it; None where it is blocked."""
     status: str
-    """What happens when its name is used."""
+    """Effect of using its name."""
 
 
 class Registry:
@@ -149,7 +149,7 @@ class Registry:
 
     Args:
         kind: The kind.
-        host: What is installed, and what loads it.
+        host: Host with the catalog of installed backends, and their loader.
     """
 
     def __init__(self, kind: Kind, host: Host) -> None:
@@ -169,9 +169,9 @@ class Registry:
                 known distribution that is not installed).
             PluginBlockedError: The environment variables exclude it.
             PluginAmbiguousError: Several distributions offer it.
-            PluginBrokenError: It cannot be imported.
-            PluginTypeError: It is not what the kind requires.
-            PluginIncompatibleError: It requires another version of wtransfer.
+            PluginBrokenError: The backend cannot be imported.
+            PluginTypeError: The backend does not meet the requirements of the kind.
+            PluginIncompatibleError: The backend requires another version of wtransfer.
 
         Cost:
             A repeated look-up is one dictionary access.
@@ -184,7 +184,7 @@ class Registry:
 
         Args:
             name: The name; as the name of a class it is used exactly as written.
-            module_path: Where to look if no backend has the name; None: nowhere.
+            module_path: Module to look in if no backend has the name; None: none.
 
         Raises:
             PluginError: As for `get`.
@@ -207,7 +207,7 @@ class Registry:
         return sorted({*self._registered, *discovered})
 
     def listed(self) -> Iterator[Listed]:
-        """Return every discovered backend, also what is blocked, without importing anything."""
+        """Return every discovered backend, also blocked ones, without importing anything."""
         settings = self._host.settings
         for folded, same_name in self._discovered.items():
             pin = settings.pins.get((self.kind.word, folded))
@@ -261,7 +261,7 @@ class Registry:
             if built_in or name in kind.reserved or name in self._registered:
                 raise AlreadyRegisteredError(kind.taken.format(name=name), **facts)
             self._registered[name] = record
-            # What the name meant before, if anything, it means no more.
+            # Drop the former meaning of the name, if any.
             self._loaded.pop(name, None)
             self._answered.pop(name, None)
 
@@ -270,7 +270,7 @@ class Registry:
         return name in self._registered
 
     def record(self, name: str) -> Record:
-        """Return what is known of a name without importing anything.
+        """Return the record of a name without importing anything.
 
         Discovered names compare folded; where one distribution declares two that fold alike, the
         name must be written as declared.
@@ -395,7 +395,7 @@ class Registry:
         )
 
     def _warn_of_hidden(self, built_in: Record) -> None:
-        """Say once that other distributions declare the name of a built-in."""
+        """Warn once that other distributions declare the name of a built-in."""
         folded = fold(built_in.name)
         hidden = [
             each
@@ -431,12 +431,12 @@ def _pin_line(record: Record) -> str:
 
 
 class Host:
-    """What this process can find, under its settings; both are read once, when needed.
+    """Settings of a process and backends that it can find; both are read once, when needed.
 
     Args:
         environ: Holds the settings; the process's environment if None.
         distributions: Returns the distributions to read.
-        board: Is notified and asked; the process's own if None. One host for each board.
+        board: Hooks to notify and ask; the process's own if None. One host for each board.
     """
 
     def __init__(
@@ -461,18 +461,18 @@ class Host:
         """The operator's decisions.
 
         Raises:
-            PluginSettingError: They cannot be read.
+            PluginSettingError: A variable cannot be read.
         """
         return Settings(self._environ)
 
     @cached_property
     def catalog(self) -> Catalog:
-        """What is installed."""
+        """Catalog of the installed backends."""
         return discover(self._distributions)
 
     @property
     def loader(self) -> Loader:
-        """What loads backends. Made on first use: listing needs neither it nor pluggy."""
+        """Loader of backends. Made on first use: listing needs neither it nor pluggy."""
         with self._lock:
             if self._loader is None:
                 from wtransfer.registry import hooks
@@ -489,7 +489,7 @@ class Host:
 
 
 host = Host()
-"""The process's own; it reads nothing before it is asked."""
+"""Host of this process; reads nothing before it is asked."""
 
 
 def registry(word: str) -> Registry:

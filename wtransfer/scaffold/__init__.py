@@ -73,7 +73,7 @@ def create(kind: str, name: str, folder: Path) -> list[Path]:
 
 
 def _contract(version: str) -> str:
-    """Return the releases whose contracts are those of this one."""
+    """Return the releases with the same contracts as this one."""
     major, minor, *_ = (int(part) for part in re.findall(r"\d+", version))
     return f">={major}.{minor},<{major}.{minor + 1}"
 

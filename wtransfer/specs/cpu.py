@@ -39,14 +39,14 @@ logger = logging.getLogger(__name__)
 
 
 class CPUOffloadingOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """What a user may set, in ``kv_connector_extra_config``."""
+    """Options of a user, in ``kv_connector_extra_config``."""
 
     cpu_bytes_to_use: Annotated[int, msgspec.Meta(gt=0, le=1 << 60)]
     """Host memory for all ranks of the instance together, headers included."""
     eviction_policy: str = "lru"
     """``lru``, ``arc`` or ``module:Class``."""
     verify_checksums: bool = True
-    """Whether bytes are digested when they are stored, and compared when they are loaded."""
+    """True if bytes are digested when stored, and compared when loaded."""
     num_copy_threads: Annotated[int, msgspec.Meta(gt=0, le=64)] = 2
     """Threads of each rank, for each direction."""
     deadline_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 30.0
@@ -57,7 +57,7 @@ class CPUOffloadingOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=Tr
         """Read the options.
 
         Raises:
-            OffloadingOptionError: One is missing, unknown, or cannot be used.
+            OffloadingOptionError: An option is missing, unknown, or cannot be used.
         """
         try:
             return convert_options(options_of_spec(extra_config), cls)
@@ -70,11 +70,11 @@ class CPUOffloadingOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=Tr
 
 
 def arena_layout(config: OffloadingConfig, nbytes: int) -> ArenaLayout:
-    """Return how an arena of at most `nbytes` is laid out, with all its ranks.
+    """Return the layout of an arena of at most `nbytes`, with all its ranks.
 
     Raises:
-        OffloadingOptionError: That is too little for a block, or the config does not say how large
-            one is.
+        OffloadingOptionError: `nbytes` is too little for a block, or the config does not give the
+            size of a block.
     """
     rank, num_ranks = config.parallel.rank, config.parallel.world_size
     if not 0 <= rank < num_ranks:
@@ -116,9 +116,9 @@ class CPUOffloadingSpec(OffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         self.options = self.options_cls.of(config.extra_config)
-        """What the user set."""
+        """The user's options."""
         self.layout = arena_layout(config, self.options.cpu_bytes_to_use)
-        """How the arena is laid out."""
+        """Layout of the arena."""
         self._manager: CPUOffloadingManager | None = None
         self._worker: CPUOffloadingWorker | None = None
 
@@ -141,9 +141,9 @@ class CPUOffloadingSpec(OffloadingSpec):
 
         Raises:
             OffloadingOptionError: The cache is not what the config says of it.
-            WTransferError: The arena cannot be had: see `SharedRegion.attach`.
+            WTransferError: The arena cannot be attached: see `SharedRegion.attach`.
 
-        Cost: 0.5 s per GiB of this rank, once: all memory is taken before it returns.
+        Cost: 0.5 s per GiB of this rank, once: all memory is taken before the return.
         """
         if self._worker is not None:
             return self._worker
@@ -179,7 +179,7 @@ class CPUOffloadingWorker(JobWorker):
     """Copies between one rank's cache and the arena. Made by `CPUOffloadingSpec.get_worker`.
 
     Args:
-        name: Of the rank, for errors.
+        name: The rank's name, for errors.
         region: The rank's region of the arena; the worker's from here on.
         copiers: For each group of the cache.
         options: Threads and deadline.
@@ -207,7 +207,7 @@ class CPUOffloadingWorker(JobWorker):
         """
         if os.getpid() != self._pid or not self._copiers:
             return
-        # They hold views of the arena, and of the cache.
+        # The copiers hold views of the arena, and of the cache.
         self._copiers = ()
         if not self._jobs.shutdown():
             logger.warning("%s: a copy hangs; its region of the arena stays its own", self._name)
@@ -222,7 +222,7 @@ class CPUOffloadingWorker(JobWorker):
     def _store(self, job_id: int, copier: Copier, chunks: Chunks, mark: object) -> int:  # noqa: ARG002
         """Copy chunks into their slots.
 
-        Whenever it ends early the slots have no header, and their blocks are refused.
+        A store that ends early leaves the slots without headers, and their blocks are refused.
 
         Raises:
             RefusedError: Another store has opened one of the slots.

@@ -58,14 +58,14 @@ class OffloadingSpecFactory:
 
         Args:
             extra_config: ``spec_name``, by default ``CPUOffloadingSpec``, is looked up; where
-                no backend has it, it is the name of a class in the module ``spec_module_path``.
+                no backend has the name, a class of that name in ``spec_module_path`` is taken.
                 ``tier`` with no ``spec_name``, or ``TieringOffloadingSpec``, is the name of a tier.
 
         Raises:
             UnknownBackendError: No backend has this name, no module is named; a `ValueError`.
-            PluginTypeError: It is no subclass of `OffloadingSpec` or `Tier`; an `AssertionError`,
-                too.
-            PluginError: It cannot be loaded, for one of the other reasons.
+            PluginTypeError: The class is no subclass of `OffloadingSpec` or `Tier`; an
+                `AssertionError`, too.
+            PluginError: The class cannot be loaded, for one of the other reasons.
             OffloadingOptionError: ``tier`` names a spec, or another tier than ``spec_name``.
         """
         return _spec_cls(extra_config, DEFAULT)
@@ -74,7 +74,7 @@ class OffloadingSpecFactory:
     def create_spec(cls, config: Any, kv_cache_config: Any = None) -> OffloadingSpec:
         """Make the spec that a config names.
 
-        The signature of its constructor decides what it is given; either kind of config is
+        The signature of the constructor decides its arguments; either kind of config is
         converted into the other where that is needed. Hooks of the spec, and of the manager and the
         worker that it makes, are called until their ``shutdown``.
 
@@ -124,7 +124,7 @@ def _spec_cls(extra_config: Mapping[str, Any], default: str) -> type[OffloadingS
 def _observe(spec: Any) -> None:
     """Call the hooks of a spec and of its sides, of each side until its ``shutdown``.
 
-    Those of the spec until the ``shutdown`` of either side.
+    Hooks of the spec are called until the ``shutdown`` of either side.
     """
     if hooks.board.hears(spec):
         hooks.board.register_backend(spec)

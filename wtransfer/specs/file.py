@@ -10,9 +10,9 @@ A block gets its name when it is whole, so a reader sees all of it or nothing. N
 anything that a user or a peer chose. Only plain files with one name are read: a link, a pipe, a
 folder or a second name of a file is a miss, and the next `put` replaces it.
 
-Bytes in ``blocks`` are bounded; the file that was not used for longest goes first. Processes that
-share the folder bound it together: each lists it again before it has written a sixty-fourth of the
-bound, so each may be above it by that much, or by one block where that is more.
+Bytes in ``blocks`` are bounded; the file that was not used for longest is evicted first. Processes
+that share the folder bound it together: a process lists it again before it has written a
+sixty-fourth of the bound, so each may be above it by that much, or by one block where that is more.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SLACK = 64
 _FREED = 8
 _ABANDONED_S = 3600.0
 SWEEP_S = 0.2
-"""Longest that leftovers are swept at a start, and then with each block that is put, in seconds."""
+"""Longest sweep of leftovers at a start, and then with each block that is put, in seconds."""
 _PRIVATE = 0o077
 _WRITE = os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
@@ -59,7 +59,7 @@ class FileOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options in ``kv_connector_extra_config``."""
 
     shared_storage_path: Annotated[str, msgspec.Meta(min_length=1, pattern="^[^\0]*$")]
-    """The folder; made where there is none. It may hold other things as well."""
+    """The folder; made where there is none. Other things may be in it as well."""
     max_bytes: Annotated[int, msgspec.Meta(ge=1)] = 16 << 30
     """Bytes of blocks that are kept, of all models, weights and instances together. Where instances
     that share the folder set different bounds, the smallest one holds."""
@@ -107,17 +107,17 @@ class FileTier(Tier):
             return [is_there(key) for key in keys]
 
     def get(self, key: bytes, into: memoryview) -> bool:
-        """Read a file of exactly this length; its time of use is now."""
+        """Read a file of exactly this length, and set its time of use to now."""
         return _read(self._current().blocks, key, into)
 
     def get_many(self, items: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
-        """Read several; the folder is looked at once."""
+        """Read several files; the folder is looked up once."""
         blocks = self._current().blocks
         # From the end of a prefix to its head, which is thus used last and evicted last.
         return [_read(blocks, key, into) for key, into in reversed(items)][::-1]
 
     def put(self, key: bytes, data: memoryview) -> None:
-        """Write a file and give it its name. It is not synced: a torn block is found by checksum.
+        """Write a file and give it its name. No sync: a torn block is found by checksum.
 
         Raises:
             StorageError: The disk fails or is full, or ``max_bytes`` is too small for the block.
@@ -137,7 +137,7 @@ class FileTier(Tier):
             return folders
         with self._open_lock:
             if self._folders is folders:
-                # Open as long as other threads may use them.
+                # Kept open: other threads may still use them.
                 self._replaced.append(folders)
                 self._folders = _Folders(self._options.shared_storage_path)
             return self._folders
@@ -202,7 +202,7 @@ class _Folders:
             on_error.pop_all()
 
     def are_removed(self) -> bool:
-        """Whether they have no name any more; not known of remote file systems."""
+        """Return whether the folders have lost their names; not known of remote file systems."""
         with storage_errors(f"looking at {self.blocks.path!r}"):
             return not all(os.fstat(each.fd).st_nlink for each in (self.blocks, self.incoming))
 
@@ -229,7 +229,7 @@ class _Folders:
     def sweep(self) -> None:
         """Remove leftovers for `SWEEP_S`; any thread may call it.
 
-        What cannot be removed, or is being removed by another sweep, stays.
+        Files that cannot be removed, or are being removed by another sweep, stay.
         """
         deadline = Deadline(SWEEP_S)
         while self._unswept and not deadline.expired:
@@ -254,8 +254,8 @@ def _locks(fd: int) -> bool | None:
     """Lock a file until it is closed.
 
     Returns:
-        Whether nothing else holds it; None where the file system has no locks: what is old was
-        left behind then.
+        True if nothing else holds the lock; None where the file system has no locks: an old file
+        was left behind then.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -280,7 +280,7 @@ def _is_plain(entry: os.stat_result) -> bool:
 
 
 def _read(blocks: Folder, key: bytes, into: memoryview) -> bool:
-    """Fill memory from a file of exactly its length; its time of use is now."""
+    """Fill memory from a file of exactly its length, and set the file's time of use to now."""
     name = key.hex()
     with storage_errors(f"reading '{blocks.path}/{name}'"):
         try:
@@ -371,13 +371,13 @@ def _private(parent: Folder, name: str) -> Folder:
     """Open a folder that only this user may write to; make it where there is none.
 
     Raises:
-        StorageError: It is another user's, or others may write there, or it is no folder.
+        StorageError: The folder is another user's, or others may write there, or it is no folder.
     """
     with storage_errors(f"making '{parent.path}/{name}'"):
         try:
             os.mkdir(name, 0o700, dir_fd=parent.fd)
         except OSError as error:
-            # On a read-only disk it may be there all the same.
+            # On a read-only disk the folder may be there all the same.
             if error.errno not in (errno.EEXIST, errno.EROFS):
                 raise
     folder = parent.folder(name)

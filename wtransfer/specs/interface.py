@@ -1,8 +1,8 @@
 """The contract of an offloading spec: what an author writes, and when it is called.
 
-A spec keeps blocks of KV cache in a cheaper tier and brings them back. It has two sides, which may
-live in two processes: the *manager* beside the scheduler decides what is kept and where, the
-*worker* beside the model moves bytes. One spec object is made on each side::
+A spec keeps blocks of KV cache in a cheaper tier and brings them back. Its two sides may live in
+two processes: the *manager* beside the scheduler decides what is kept and where, the *worker*
+beside the model moves bytes. One spec object is made on each side::
 
     [project.entry-points."wtransfer.specs"]
     MySpec = "my_package.spec:MySpec"
@@ -11,15 +11,15 @@ The life of a block, S in the scheduler's process, W in every worker's:
 
 1. S ``on_new_request(ctx)``, once for each request.
 2. S ``lookup(key, ctx)``, block after block from the first one on, until one is no hit.
-3. S ``prepare_load(keys, ctx)``: the blocks are pinned; what it returns travels to W with the step.
+3. S ``prepare_load(keys, ctx)``: the blocks are pinned; the spec travels to W with the step.
 4. W ``submit_load(job_id, source, destination)``; a copy in the background.
-5. W ``get_finished()`` after every step; what it returns travels back. Where one rank of several
+5. W ``get_finished()`` after every step; its results travel back. Where one rank of several
    has failed, the load has failed, and the host computes the blocks instead.
 6. S ``complete_load(keys, ctx)``: unpinned, whatever the outcome was; after a failure
    ``load_failed(keys, ctx, suspect)`` comes first.
 7. S ``prepare_store(keys, ctx)`` for blocks that the model has filled: room is made for all that
    are new, or for none. W ``submit_store(job_id, source, destination)``.
-8. S ``complete_store(keys, ctx, success)`` when all ranks have finished. From then on it is a hit.
+8. S ``complete_store(keys, ctx, success)`` when all ranks have finished. Then the blocks are hits.
 9. S ``on_request_finished(ctx)``: no more prepare calls for this request; completions may follow.
 
 A spec knows nothing of weights. `OffloadingConnector`, which drives any spec, puts the fingerprint
@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from wtransfer.config import tokens_per_block
 
-# What a spec copies; told here as well, where authors look.
+# The cache that a spec copies; exported here as well, where authors look.
 from wtransfer.kv.canonical import CanonicalKVCacheRef as CanonicalKVCacheRef
 from wtransfer.kv.canonical import CanonicalKVCaches as CanonicalKVCaches
 from wtransfer.kv.canonical import CanonicalKVCacheTensor as CanonicalKVCacheTensor
@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 
 class LookupResult(Enum):
-    """What is known of one block."""
+    """State of one block in a tier."""
 
     MISS = auto()
     """Not kept."""
@@ -72,27 +72,27 @@ class LookupResult(Enum):
 
 
 class Medium(Enum):
-    """Where blocks rest."""
+    """Kind of storage that holds blocks."""
 
     CPU = "CPU"
     STORAGE = "STORAGE"
 
 
 class OffloadPolicy(Enum):
-    """Which blocks of a request the host offers."""
+    """Choice of the blocks of a request that the host offers."""
 
     CHUNK_LEVEL = "chunk_level"
-    """Those that it has computed."""
+    """Blocks that the request has computed."""
     REQUEST_LEVEL = "request_level"
-    """All, also those that were kept before."""
+    """All blocks, also those that were kept before."""
 
 
 @dataclass
 class RequestOffloadingContext:
-    """How the blocks of one request shall be offered."""
+    """Policy for offering the blocks of one request."""
 
     policy: OffloadPolicy = OffloadPolicy.CHUNK_LEVEL
-    """Which of them."""
+    """Blocks that are offered."""
 
 
 @dataclass(eq=False)
@@ -102,7 +102,7 @@ class ReqContext:
     req_id: str
     """Identity."""
     kv_transfer_params: Mapping[str, Any] | None = None
-    """What the user said of its KV cache."""
+    """The user's parameters for its KV cache."""
     _state: dict[type, Any] = field(default_factory=dict, repr=False, init=False)
 
     def set_state(self, value: object) -> None:
@@ -116,25 +116,25 @@ class ReqContext:
 
 @dataclass(frozen=True)
 class ScheduleEndContext:
-    """What one step of the scheduler was."""
+    """Facts of one step of the scheduler."""
 
     new_req_ids: Collection[str] = ()
     """Requests that were scheduled for the first time."""
     preempted_req_ids: Collection[str] = ()
     """Requests whose blocks were taken away."""
     seconds_per_token: float | None = None
-    """What computing a token of a prompt has taken of late; None: not known yet."""
+    """Recent time to compute one token of a prompt, in seconds; None: not known yet."""
 
 
 class LoadStoreSpec:
-    """Where blocks are, on one side of a copy. Plain data: it travels between processes."""
+    """Places of blocks, on one side of a copy. Plain data: it travels between processes."""
 
 
 class BlockIDsLoadStoreSpec(LoadStoreSpec):
     """Blocks by number.
 
     Args:
-        block_ids: Their numbers, in the order of the keys.
+        block_ids: Numbers of the blocks, in the order of the keys.
     """
 
     def __init__(self, block_ids: Sequence[int]) -> None:
@@ -146,7 +146,7 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec):
 
     @staticmethod
     def medium() -> str:
-        """Return where these blocks are: the word that handlers of the seed go by."""
+        """Return the medium of these blocks: handlers of the seed are looked up by its name."""
         raise NotImplementedError
 
 
@@ -154,10 +154,10 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
     """Blocks of the cache that the model works on, on whatever device that is.
 
     Args:
-        block_ids: Their numbers, ordered by group.
-        group_sizes: How many of them belong to each group; by default all to the first.
-        block_indices: For each group, which block of its sequence the first one is. A kept chunk of
-            several blocks may begin before it.
+        block_ids: Numbers of the blocks, ordered by group.
+        group_sizes: Number of blocks of each group; by default all belong to the first.
+        block_indices: For each group, the position of its first block in the sequence. A kept chunk
+            of several blocks may begin before it.
     """
 
     def __init__(
@@ -193,33 +193,33 @@ class PrepareStoreOutput:
     """Room that was made for blocks."""
 
     keys_to_store: list[OffloadKey]
-    """Those that are not kept yet, in the order in which they were given."""
+    """Blocks that are not kept yet, in the order in which they were given."""
     store_spec: LoadStoreSpec
-    """Where they go, in this order."""
+    """Places of these blocks, in this order."""
     evicted_keys: list[OffloadKey]
-    """Those that gave way."""
+    """Blocks that were evicted."""
 
 
 @dataclass
 class OffloadingEvent:
-    """Blocks that came to be kept, or ceased to."""
+    """Blocks that were added to a medium, or removed from it."""
 
     keys: list[OffloadKey]
-    """Which."""
+    """Keys of the blocks."""
     medium: Medium
-    """Where."""
+    """The medium."""
     removed: bool
-    """Whether they are gone."""
+    """True if the blocks were removed."""
 
 
 @dataclass
 class TransferResult:
-    """How a job of a worker ended."""
+    """Outcome of a job of a worker."""
 
     job_id: int
-    """Which."""
+    """The host's number of the job."""
     success: bool
-    """Whether every block was moved and, on the way back, found to be the one asked for."""
+    """True if every block was moved and, on the way back, found to be the one asked for."""
     transfer_size: int | None = None
     """Bytes."""
     transfer_time: float | None = None
@@ -240,27 +240,27 @@ class OffloadingManager(ABC):
         """Record a new request, before any other call about it.
 
         Returns:
-            Which of its blocks are offered. By default, those that it computes.
+            Policy for offering its blocks. By default, the blocks that the request computes.
         """
         return RequestOffloadingContext()
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Say what is known of one block. It changes nothing."""
+        """Return the state of one block, and change nothing."""
 
     @abstractmethod
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        """Pin blocks that were hits, until `complete_load`, and say where they are.
+        """Pin blocks that were hits, until `complete_load`, and return their places.
 
         Raises:
-            BlockNotKeptError: One of them is no hit; nothing is pinned then.
+            BlockNotKeptError: A block is no hit; nothing is pinned then.
         """
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Note that blocks are in use, also those that were found in the model's own cache."""
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Unpin what `prepare_load` pinned. Called once for it, whatever became of the load."""
+        """Unpin the blocks of one `prepare_load`; called once for each, after any outcome."""
 
     @abstractmethod
     def prepare_store(
@@ -269,28 +269,28 @@ class OffloadingManager(ABC):
         """Make room for those of these blocks that are not kept, all of them or none.
 
         Returns:
-            Where they go; they are pinned until `complete_store`. None if there is no room: then
-            nothing has changed, and nothing was evicted.
+            Places of the new blocks, which are pinned until `complete_store`. None if there is no
+            room: then nothing has changed, and nothing was evicted.
         """
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        """Let stored blocks be hits, or forget them if they could not be stored.
+        """Make stored blocks hits, or forget them if they could not be stored.
 
         Args:
             keys: The ``keys_to_store`` of one `prepare_store`.
             req_context: The request.
-            success: Whether every rank has stored every one of them.
+            success: True if every rank has stored every one of them.
         """
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Hear that no more is prepared for a request. Completions may still follow."""
+        """Note that no prepare call follows for a request. Completions may still follow."""
 
     def weights_changed(self) -> None:
-        """Hear that nothing that is kept now will be asked for: let it give way first.
+        """Evict present blocks first from now on: the weights have changed.
 
-        What is pinned stays until its completion. By default nothing happens: keys of other weights
+        Pinned blocks stay until their completion. By default nothing happens: keys of other weights
         are other keys, so old blocks are merely in the way.
         """
 
@@ -300,29 +300,29 @@ class OffloadingManager(ABC):
         req_context: ReqContext,  # noqa: ARG002
         suspect: bool,  # noqa: ARG002
     ) -> bool:
-        """Hear that a load has failed on a rank, before its `complete_load`.
+        """Note that a load has failed on a rank, before its `complete_load`.
 
         Args:
-            keys: Those of its `prepare_load`.
+            keys: Keys of its `prepare_load`.
             req_context: The request.
-            suspect: Whether its blocks may be damaged. False: the weights have changed meanwhile,
+            suspect: True if its blocks may be damaged. False: the weights have changed meanwhile,
                 which fails loads of any blocks.
 
         Returns:
-            Whether `lookup` takes that into account from now on. By default it does not: the
+            True if `lookup` takes the failure into account from now on. By default False: the
             connector then replaces the keys (`wtransfer.kv.fence.InvalidatedKeys`).
         """
         return False
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return what happened since the last call: of one `prepare_store`, removals first."""
+        """Return the events since the last call: of one `prepare_store`, removals first."""
         return ()
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Hear that the scheduler has finished a step."""
+        """Note the end of a step of the scheduler."""
 
     def has_pending_work(self) -> bool:
-        """Whether steps are needed though no request is."""
+        """Return whether steps are needed though no request needs one."""
         return False
 
     def reset_cache(self) -> bool | None:
@@ -333,11 +333,11 @@ class OffloadingManager(ABC):
         """
 
     def get_stats(self) -> Mapping[str, float]:
-        """Return numbers for people: counters only rise, everything else may do both."""
+        """Return statistics: counters only rise, other numbers may rise and fall."""
         return {}
 
     def shutdown(self) -> None:
-        """Let go of everything. A second call does nothing."""
+        """Release everything. A second call does nothing."""
 
 
 def options_of_spec(extra_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -365,14 +365,14 @@ class Tier(ABC):
     that loses, truncates, mixes up or flips bytes costs hits, and never makes an answer wrong.
 
     Methods may block. Threads of the spec call them, several at a time; never the scheduler or the
-    model. An exception is a failure of that call alone: a miss, or a block that is not kept. Each
+    model. An exception is a failure of that call alone: a miss, or a block that is not kept. Every
     process has an object of its own, the scheduler's too; objects with equal options reach the same
-    store, also at the same time. How much is kept, and what gives way, is up to the store.
+    store, also at the same time. Capacity and eviction are up to the store.
 
     Args:
         options: ``kv_connector_extra_config``, without those of `wtransfer.specs.tier.TierOptions`.
-            One that the constructor asks for and that is missing, and one that it has not looked
-            at, is refused for it (`wtransfer.specs.tier.open_tier`).
+            `wtransfer.specs.tier.open_tier` refuses a missing option that the constructor asks for,
+            and an option that the constructor has not looked at.
     """
 
     example_options: ClassVar[Mapping[str, Any]] = {}
@@ -381,7 +381,7 @@ class Tier(ABC):
     """Classes, or ``"package.module:Class"``, whose annotated fields are the options: ``wtransfer
     plugins show`` prints each with its type, default and docstring."""
     writes_after_get: ClassVar[bool] = True
-    """Whether anything may still write to `into` once `get` has returned, as a client's thread or
+    """True if anything may still write to `into` once `get` has returned, as a client's thread or
     device does whose call was given up. False saves a copy of every block that is loaded."""
 
     @abstractmethod
@@ -393,27 +393,27 @@ class Tier(ABC):
 
     @abstractmethod
     def put(self, key: bytes, data: memoryview) -> None:
-        """Keep bytes under a key, in the place of what it had; `data` is reused afterwards.
+        """Keep bytes under a key, in place of its former value; `data` is reused afterwards.
 
         A file is written by `write_whole`.
         """
 
     @abstractmethod
     def get(self, key: bytes, into: memoryview) -> bool:
-        """Fill `into` with what is kept under a key; `fill` does it with bytes.
+        """Fill `into` with the value of a key; `fill` does so with bytes.
 
         Returns:
-            Whether that was done. False: there is nothing, or it has another length.
+            True if `into` was filled. False: there is no value, or it has another length.
         """
 
     @abstractmethod
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Remove keys; those that are not there are ignored."""
+        """Remove keys; absent keys are ignored."""
 
     def put_many(self, items: Sequence[tuple[bytes, memoryview]]) -> None:
         """Keep several, as `put`. Only a tier that overrides it is given more than one at a time.
 
-        An exception is a failure of all of them.
+        An exception is a failure of every item.
         """
         for key, data in items:
             self.put(key, data)
@@ -423,18 +423,18 @@ class Tier(ABC):
         return [self.get(key, into) for key, into in items]
 
     def register_memory(self, memory: memoryview) -> None:
-        """Hear of the memory in which every `data` and `into` of this object will lie.
+        """Register the memory in which every `data` and `into` of this object will lie.
 
         Called at most once, before the first `put` or `get`; for stores that register memory, as
         those over RDMA do. The memory outlives `close`.
         """
 
     def get_stats(self) -> Mapping[str, float]:
-        """Return numbers for people; names of counters end in ``_total``."""
+        """Return statistics; names of counters end in ``_total``."""
         return {}
 
     def close(self) -> None:
-        """Let go of everything. A second call does nothing."""
+        """Release everything. A second call does nothing."""
 
     # -- for authors
 
@@ -450,8 +450,8 @@ class Tier(ABC):
     def write_whole(path: str | os.PathLike[str], data: memoryview) -> None:
         """Write a file that readers see whole or not at all, also where its writer is killed.
 
-        It is not synced: what a loss of power has torn is found by checksum. A killed writer leaves
-        a file behind whose name is this one's and 17 more characters.
+        The file is not synced: a file torn by a loss of power is found by checksum. A killed writer
+        leaves a file behind whose name is this one's and 17 more characters.
         """
         part = Path(f"{os.fspath(path)}.{secrets.token_hex(8)}")
         try:
@@ -480,7 +480,8 @@ class OffloadingWorker(ABC):
         """Begin to copy blocks of the cache into the tier.
 
         Returns:
-            Whether that was begun. No result follows a False: the host takes the job for failed.
+            True if the copy was begun. No result follows a False: the host takes the job for
+            failed.
         """
 
     @abstractmethod
@@ -497,8 +498,8 @@ class OffloadingWorker(ABC):
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that have ended since the last call, each once.
 
-        For one that is not reported by ``deadline_s``, an option of `OffloadingConnector`, no
-        request waits any more: see there.
+        No request waits longer than ``deadline_s``, an option of `OffloadingConnector`, for a job
+        that is not reported: see there.
         """
 
     def get_released(self) -> set[int]:
@@ -515,16 +516,16 @@ class OffloadingWorker(ABC):
         The model's thread waits here, so the wait is bounded by the worker itself.
 
         Raises:
-            StallError: They made no progress within the worker's deadline. They have failed then,
-                whatever they report later.
+            StallError: The jobs made no progress within the worker's deadline. They have failed
+                then, whatever they report later.
         """
 
     def get_stats(self) -> Mapping[str, float]:
-        """Return numbers for people: counters only rise, everything else may do both."""
+        """Return statistics: counters only rise, other numbers may rise and fall."""
         return {}
 
     def shutdown(self) -> None:
-        """End what runs, and let go of everything. A second call does nothing."""
+        """End running jobs, and release everything. A second call does nothing."""
 
 
 class OffloadingHandler(ABC):
@@ -550,8 +551,8 @@ class OffloadingSpec(ABC):
     """Names both sides of a tier.
 
     The constructor takes one argument, an `wtransfer.config.OffloadingConfig`, as in the current
-    vLLM, or two, ``(config, kv_cache_config)``, as in the seed: its signature decides. It must be
-    cheap: memory is taken by `get_worker`.
+    vLLM, or two, ``(config, kv_cache_config)``, as in the seed: its signature decides. The
+    constructor must be cheap: memory is taken by `get_worker`.
 
     A spec of the seed's API defines ``get_handlers(kv_caches, attn_backends)`` instead of
     `get_worker`, and a manager that looks up many blocks at once; `wtransfer.specs.seed_adapter`
@@ -563,7 +564,7 @@ class OffloadingSpec(ABC):
     """
 
     config: Any
-    """What the spec was made with."""
+    """Config with which the spec was made."""
     kv_cache_config: Any = None
     """Shape of the KV cache, in the seed's API."""
     extra_config: Mapping[str, Any]
@@ -598,7 +599,7 @@ class OffloadingSpec(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Accept ``get_handlers`` in the place of `get_worker`."""
         super().__init_subclass__(**kwargs)
-        # This runs before ABCMeta looks for abstract methods that are left.
+        # `__init_subclass__` runs before ABCMeta looks for abstract methods that are left.
         missing = getattr(cls.get_worker, "__isabstractmethod__", False)
         if missing and hasattr(cls, "get_handlers"):
             cls.get_worker = _only_handlers  # type: ignore[method-assign]
@@ -612,12 +613,12 @@ class OffloadingSpec(ABC):
         """Return the side of one worker; the same object in every call.
 
         Args:
-            kv_caches: The cache that it copies from and into.
+            kv_caches: The cache that the worker copies from and into.
         """
 
 
 def _only_handlers(self: OffloadingSpec, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-    """Say that this spec has handlers."""
+    """Raise: this spec has handlers."""
     raise NotImplementedError(
         f"{type(self).__qualname__} is a spec in the seed's style, with get_handlers and without "
         "get_worker: wrap it with wtransfer.specs.seed_adapter.adapt_spec(spec)"

@@ -45,15 +45,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Kind = Literal["store", "load"]
-"""Which way a job copies."""
+"""Direction of a job's copies."""
 Pool = Literal["store", "load", "fetch"]
 """Threads for a step: those of its kind, or those of loads that wait for a tier."""
 
 NICENESS = 10
-"""Priority of threads for whose work nobody waits: on busy processors they get about a tenth."""
+"""Priority of threads whose work nothing waits for: on busy processors they get about a tenth."""
 _COMMIT_S = 0.001
 SHUTDOWN_S = 0.8
-"""How long the steps that run may still take when the worker is shut down."""
+"""Time that running steps may still take when the worker is shut down, in seconds."""
 
 
 # -- what a job copies
@@ -66,7 +66,7 @@ class MalformedJobError(ValueError):
 def chunks_of(
     cache: Any, kept: Any, num_slots: int, num_blocks: Sequence[int], blocks_per_chunk: int
 ) -> list[Chunks]:
-    """Bring both sides of a job together.
+    """Match both sides of a job.
 
     Args:
         cache: Blocks of the cache, as a `GPULoadStoreSpec` or vLLM's.
@@ -76,7 +76,7 @@ def chunks_of(
         blocks_per_chunk: Blocks in a slot.
 
     Raises:
-        MalformedJobError: They do not belong together, or there are no such blocks or slots.
+        MalformedJobError: The sides do not belong together, or there are no such blocks or slots.
     """
     blocks = np.asarray(cache.block_ids, np.int64)
     slots = np.asarray(kept.slots, np.int64)
@@ -124,11 +124,11 @@ def _check_numbers(numbers: Numbers, limit: int, what: str) -> None:
 
 
 class CopyThreads:
-    """Daemon threads that run what is submitted, in the order of submission.
+    """Daemon threads that run submitted calls, in the order of submission.
 
     Args:
         name: Their name.
-        number: How many.
+        number: Number of threads.
         niceness: How far they step back behind the rest of the process.
     """
 
@@ -143,7 +143,7 @@ class CopyThreads:
             thread.start()
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Run something that does not raise."""
+        """Run a call that does not raise."""
         self._tasks.put(call)
 
     def stop(self) -> None:
@@ -155,7 +155,7 @@ class CopyThreads:
         """Wait for the threads to end.
 
         Returns:
-            Whether they have. One that hangs is left behind, and dies with the process.
+            True if all have ended. A thread that hangs is left behind, and dies with the process.
         """
         for thread in self._threads:
             thread.join(deadline.remaining())
@@ -165,7 +165,7 @@ class CopyThreads:
         step_back(self._niceness)
         while (call := self._tasks.get()) is not None:
             call()
-            # A closure may hold a cache: let go of it before the next wait.
+            # A closure may hold a cache: release it before the next wait.
             del call
 
 
@@ -177,9 +177,9 @@ class Job:
 
     Args:
         job_id: The host's number for it.
-        kind: Which way it copies.
-        steps: What it consists of; at least one.
-        slots: Which it uses.
+        kind: Direction of its copies.
+        steps: Its steps; at least one.
+        slots: Slots that it uses.
         pools: Threads for each step; None: those of its kind.
         written: Slots that it writes to; None: all of a store, none of a load.
     """
@@ -214,16 +214,16 @@ class Job:
         self.nbytes = 0
         """Bytes that were copied so far."""
         self.reason: Reason | None = None
-        """Why it has failed."""
+        """Reason of its failure."""
         self.began: float | None = None
-        """When its first step began."""
+        """Time at which its first step began."""
         self.deadline: Deadline | None = None
-        """When it is given up, unless a step is using the cache."""
+        """Time at which it is given up, unless a step is using the cache."""
         self.num_committing = 0
         """Steps that are using the cache."""
 
     def result(self) -> TransferResult:
-        """Return how it ended."""
+        """Return the outcome."""
         seconds = time.monotonic() - self.began if self.began is not None else 0.0
         return TransferResult(self.job_id, self.reason is None, self.nbytes, seconds)
 
@@ -232,13 +232,13 @@ class Jobs:
     """Runs jobs in the background. Its methods may be called from any thread.
 
     Args:
-        name: Whose they are, for errors.
+        name: The worker's name, for errors.
         num_slots: Slots of the arena. Jobs that use one of them run one after the other.
         num_threads: Threads for each direction.
-        deadline_s: Longest time without progress while somebody waits, in seconds.
+        deadline_s: Longest time without progress while a caller waits, in seconds.
         give_up_s: Time after which a job fails, in seconds, whatever its steps still do: they use
             the cache within `committing` only. None: a job takes as long as it takes.
-        has_fetches: Whether some steps have the pool ``fetch``.
+        has_fetches: True if some steps have the pool ``fetch``.
     """
 
     def __init__(
@@ -256,14 +256,14 @@ class Jobs:
         self._name = name
         self._deadline_s = deadline_s
         self._give_up_s = give_up_s
-        # Loads have threads of their own: a request waits for them, nobody does for a store.
+        # Loads have threads of their own: a request waits for them, nothing waits for a store.
         self._threads: dict[Pool, CopyThreads] = {
             "store": CopyThreads("wtransfer-store", num_threads, NICENESS),
             "load": CopyThreads("wtransfer-load", num_threads),
         }
         if has_fetches:
             self._threads["fetch"] = CopyThreads("wtransfer-fetch", num_threads)
-        # Guards everything below. A condition, so that `wait` hears of every step.
+        # Guards everything below. A condition, so that `wait` is notified of every step.
         self._moved = threading.Condition()
         self._open: dict[int, Job] = {}
         self._last_writer = np.full(num_slots, -1, np.int64)
@@ -279,7 +279,7 @@ class Jobs:
         """Begin a job, or line it up behind those that use its slots.
 
         Returns:
-            Whether that was done: not after `shutdown`, nor while a job of this number runs.
+            True if the job was accepted: not after `shutdown`, nor while a job of this number runs.
         """
         with self._moved:
             if self._closed or job.job_id in self._open:
@@ -296,7 +296,7 @@ class Jobs:
         """Note a job that failed before it could begin.
 
         Returns:
-            Whether that was done, as for `submit`: what runs has one result, its own.
+            True if it was noted, as for `submit`: a running job has one result, its own.
         """
         failed = Job(job_id, kind, (), np.empty(0, np.int64))
         failed.reason = reason
@@ -323,7 +323,7 @@ class Jobs:
                 job.num_committing -= 1
 
     def add_part(self, job_id: int) -> None:
-        """Add a part that outlasts the step that calls this, until `end_part`.
+        """Add a part that outlasts the calling step, until `end_part`.
 
         Raises:
             RefusedError: The job was given up before.
@@ -351,14 +351,14 @@ class Jobs:
             return 0.0 if job is None or job.deadline is None else job.deadline.remaining()
 
     def finished(self) -> list[TransferResult]:
-        """Return what has ended since the last call, and what is given up now."""
+        """Return the jobs that have ended since the last call, and those that are given up now."""
         with self._moved:
             self._give_up()
             finished, self._finished = self._finished, []
             return finished
 
     def _give_up(self, job_ids: Collection[int] = ()) -> None:
-        """Fail jobs whose time is over, and these, unless they are using the cache."""
+        """Fail jobs whose time is over, and `job_ids`, unless they are using the cache."""
         for job in list(self._open.values()):
             is_over = job.deadline is not None and job.deadline.expired
             if (is_over or job.job_id in job_ids) and not job.num_committing:
@@ -372,11 +372,11 @@ class Jobs:
 
         Args:
             job_ids: The jobs; unknown ones have ended.
-            release_s: Wait until they no longer use the cache; those that have not begun to after
+            release_s: Wait until they no longer use the cache; jobs that have not begun to after
                 this time, in seconds, fail.
 
         Raises:
-            StallError: Nothing moved for the time allowed.
+            StallError: No progress within the time allowed.
         """
         wanted = set(job_ids)
         deadline = Deadline(self._deadline_s)
@@ -409,7 +409,7 @@ class Jobs:
         """End within a second: steps that run are waited for, the others fail.
 
         Returns:
-            Whether nothing runs any more. False: a step hangs.
+            True if nothing runs any more. False: a step hangs.
         """
         with self._moved:
             self._closed = True
@@ -418,7 +418,7 @@ class Jobs:
         give_up = Deadline(SHUTDOWN_S)
         ended = [threads.join(give_up) for threads in self._threads.values()]
         with self._moved:
-            # Those that waited for others, and those whose step hangs.
+            # Jobs that waited for others, and jobs whose step hangs.
             for job in list(self._open.values()):
                 job.reason = job.reason or "shutdown"
                 self._end(job)
@@ -440,9 +440,9 @@ class Jobs:
         return max(_COMMIT_S, min(left, default=math.inf))
 
     def _progress(self, job_ids: Iterable[int]) -> tuple[int, int]:
-        """Return what changes when jobs come nearer to their end.
+        """Return numbers that change when jobs come nearer to their end.
 
-        A step of any job brings those nearer that have not begun, for they wait in line. One that
+        A step of any job brings jobs nearer that have not begun, for they wait in line. A job that
         has begun must move itself: others may go on for ever beside a step that hangs.
         """
         jobs = [self._open[each] for each in job_ids if each in self._open]
@@ -470,7 +470,7 @@ class Jobs:
             self._threads[pool].submit(functools.partial(self._run, job, step))
 
     def _run(self, job: Job, step: Step) -> None:
-        """Run one step, on a thread of ours."""
+        """Run one step, on one of the threads."""
         nbytes, reason = 0, job.reason
         if job.began is None:
             job.began = time.monotonic()
@@ -527,16 +527,16 @@ class Jobs:
 
 
 class JobWorker(OffloadingWorker):
-    """A worker that copies by copiers, in jobs. A subclass says how chunks are stored and loaded.
+    """A worker that copies by copiers, in jobs. A subclass stores and loads the chunks.
 
     Args:
-        name: Of the rank, for errors.
+        name: The rank's name, for errors.
         copiers: For each group of the cache; none after `shutdown`.
-        jobs: Runs them.
+        jobs: Runs the jobs.
     """
 
     release_s: float | None = None
-    """As `Jobs.wait` takes it."""
+    """Argument of `Jobs.wait`."""
 
     def __init__(self, name: str, copiers: Sequence[Copier], jobs: Jobs) -> None:
         self._name, self._copiers, self._jobs = name, tuple(copiers), jobs
@@ -552,7 +552,7 @@ class JobWorker(OffloadingWorker):
             and fails.
 
         Raises:
-            ForkedError: This is a forked child.
+            ForkedError: The process is a forked child.
         """
         return self._submit(job_id, "store", src_spec, dst_spec)
 
@@ -570,7 +570,7 @@ class JobWorker(OffloadingWorker):
         """Return the jobs that have ended since the last call, each once.
 
         Raises:
-            ForkedError: This is a forked child.
+            ForkedError: The process is a forked child.
         """
         check_process(self._pid, type(self).__name__)
         return self._jobs.finished()
@@ -579,8 +579,8 @@ class JobWorker(OffloadingWorker):
         """Wait until these jobs have ended, or are released where `release_s` is set.
 
         Raises:
-            StallError: They made no progress within the deadline.
-            ForkedError: This is a forked child.
+            StallError: The jobs made no progress within the deadline.
+            ForkedError: The process is a forked child.
         """
         check_process(self._pid, type(self).__name__)
         self._jobs.wait(job_ids, self.release_s)
@@ -590,7 +590,7 @@ class JobWorker(OffloadingWorker):
         return self._jobs.counts()
 
     def _num_places(self, kept: Any) -> int:  # noqa: ARG002
-        """Return which numbers of slots a job may have: those below."""
+        """Return the number below which a job's slots must be."""
         return self._jobs.num_slots
 
     def _refusal(self, kind: Kind, kept: Any, slots: Numbers) -> Reason | None:  # noqa: ARG002
@@ -598,7 +598,7 @@ class JobWorker(OffloadingWorker):
         return None
 
     def _pool(self, kind: Kind, chunks: Chunks) -> Pool:  # noqa: ARG002
-        """Return which threads do a step."""
+        """Return the pool of threads for a step."""
         return kind
 
     @abstractmethod
@@ -638,7 +638,7 @@ class JobWorker(OffloadingWorker):
         pools: list[Pool] = []
         for chunks in job_chunks:
             copier = self._copiers[chunks.group]
-            # The copy comes after all that the model was told to do until now.
+            # The copy comes after all work that the model was given until now.
             mark = copier.pages.mark()
             copy = self._store if kind == "store" else self._load
             for task in self._tasks(copier, chunks):
@@ -659,14 +659,14 @@ class JobWorker(OffloadingWorker):
 
 
 def step_back(niceness: int = NICENESS) -> None:
-    """Let this thread have what processors the others leave.
+    """Lower this thread's priority, to the processor time that other threads leave.
 
-    Serving, and a trainer on the same host that wants to train on, come first.
+    Serving, and a trainer on the same host that continues to train, come first.
 
     Args:
         niceness: How far to step back; 0: not at all.
     """
-    # Only there do threads have priorities of their own, under the numbers of processes.
+    # Only on Linux do threads have priorities of their own, under the numbers of processes.
     if sys.platform == "linux" and niceness:
         thread = threading.get_native_id()
         present = os.getpriority(os.PRIO_PROCESS, thread)

@@ -1,4 +1,4 @@
-"""The scheduler's side of a cache of slots: what is kept in which, and what may give way.
+"""The scheduler's side of a cache of slots: the block in each, and the order of eviction.
 
 A slot's life::
 
@@ -6,9 +6,9 @@ A slot's life::
              |          |
              +----------+-> free
 
-Blocks that are being stored or loaded are pinned: their slots are nobody else's. Every job belongs
-to the request that prepared it, so a completion that comes twice, late, or from somebody else does
-not unpin what another request holds.
+Blocks that are being stored or loaded are pinned: their slots are given to no other block. Every
+job belongs to the request that prepared it, so a completion that comes twice, late, or for another
+request does not unpin what other requests hold.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _COUNTERS = (
 
 @dataclass(slots=True)
 class _Jobs:
-    """What one request has under way."""
+    """Jobs of one request that are under way."""
 
     loads: dict[OffloadKey, int] = field(default_factory=dict)
     stores: set[OffloadKey] = field(default_factory=set)
@@ -67,14 +67,14 @@ class CPUOffloadingManager(OffloadingManager):
     Args:
         num_slots: Number of slots.
         policy: ``lru``, ``arc`` or ``module:Class``.
-        enable_events: Whether somebody calls `take_events`.
+        enable_events: True if the host calls `take_events`.
 
     Raises:
         OffloadingOptionError: There is no such policy, or the number is negative.
 
     Cost:
-        A call's grows with the number of keys that it is given, not with that of the blocks kept;
-        only `reset_cache` looks at all of them.
+        The cost of a call grows with the number of its keys, not with the number of blocks kept;
+        only `reset_cache` looks at every block.
     """
 
     def __init__(self, num_slots: int, policy: str = "lru", enable_events: bool = False) -> None:
@@ -94,7 +94,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._free: list[int] = []
         self._eviction = EvictionOrder(self._policy_cls, num_slots, self._blocks)
 
-    # -- what is known
+    # -- look-ups
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Ask for the blocks that a request computes."""
@@ -102,14 +102,14 @@ class CPUOffloadingManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:  # noqa: ARG002
-        """Say what is known of one block."""
+        """Return the state of one block."""
         block = self._blocks.get(key)
         if block is None or block.forgotten:
             return LookupResult.MISS
         return LookupResult.HIT_PENDING if block.num_loads == STORING else LookupResult.HIT
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Note that blocks are in use; those that are pinned or not kept are passed over."""
+        """Note that blocks are in use; pinned or absent blocks are skipped."""
         self._extend(keys, req_context)
         self._eviction.touch(
             [key for key in dict.fromkeys(_tail_first(keys)) if self._is_idle(key)]
@@ -124,17 +124,17 @@ class CPUOffloadingManager(OffloadingManager):
     def prepare_load(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> ArenaLoadStoreSpec:
-        """Pin blocks, and say in which slots they are.
+        """Pin blocks, and return their slots.
 
         Raises:
-            BlockNotKeptError: One of them is no hit; nothing is pinned then.
+            BlockNotKeptError: A block is no hit; nothing is pinned then.
         """
         blocks = self._hits(keys)
         if not blocks:
             return ArenaLoadStoreSpec([], [])
         self._extend(keys, req_context)
         loads = self._jobs_of(req_context).loads
-        # Before it is counted: a block may be named twice.
+        # Before loads are counted: a block may be named twice.
         idle = {key: None for key, block in zip(keys, blocks, strict=True) if not block.num_loads}
         self._eviction.pin(list(idle))
         for key, block in zip(keys, blocks, strict=True):
@@ -144,7 +144,7 @@ class CPUOffloadingManager(OffloadingManager):
         return ArenaLoadStoreSpec([block.slot for block in blocks], list(keys))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Unpin blocks; what this request has not pinned is counted and passed over."""
+        """Unpin blocks; those that this request has not pinned are counted and skipped."""
         loads = self._jobs_of(req_context).loads
         ended = []
         for key in _tail_first(keys):
@@ -198,7 +198,7 @@ class CPUOffloadingManager(OffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        """Let stored blocks be hits, or forget them; what is not being stored is passed over."""
+        """Make stored blocks hits, or forget them; those that are not being stored are skipped."""
         stores = self._jobs_of(req_context).stores
         ended = [key for key in dict.fromkeys(keys) if key in stores]
         self._counters["unknown_completions_total"] += len(keys) - len(ended)
@@ -231,7 +231,7 @@ class CPUOffloadingManager(OffloadingManager):
         count = len(new) - len(self._free) - self.num_slots + self._num_used
         if count <= 0:
             return []
-        # What the caller has besides the new ones shall be kept, too.
+        # The caller's blocks besides the new ones shall be kept, too.
         others = {key for key in keys if self._is_idle(key)} if len(new) < len(keys) else set()
         evicted = self._eviction.evict(count, others, new)
         if evicted:
@@ -244,7 +244,7 @@ class CPUOffloadingManager(OffloadingManager):
     # -- the order of a request's blocks
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Let the tail of the request's blocks give way before its head, in however many stores."""
+        """Order the request's blocks, of all its stores: the tail is evicted before the head."""
         sequence = self._sequences.get(req_context.req_id)
         if sequence is not None:
             sequence.ended = True
@@ -258,7 +258,7 @@ class CPUOffloadingManager(OffloadingManager):
     def _order(self, req_context: ReqContext) -> None:
         """Order a request's blocks when it has ended, and whenever there are twice as many.
 
-        Not at every store: each costs time for all of them.
+        Not at every store: each ordering costs time for all blocks of the request.
         """
         sequence = self._sequences.get(req_context.req_id)
         if sequence is None:
@@ -285,7 +285,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._note(known, removed=True)
 
     def weights_changed(self) -> None:
-        """Let what is kept now give way first. Cost: the same, however much that is."""
+        """Evict present blocks first from now on. Cost: the same for any number of blocks."""
         self._eviction.begin_cohort()
 
     def reset_cache(self) -> None:
@@ -301,7 +301,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._note(known, removed=True)
 
     def shutdown(self) -> None:
-        """Keep nothing, and take nothing any more."""
+        """Forget every block, and accept no more."""
         self.num_slots = self._num_used = self._num_storing = 0
         self._jobs.clear()
         self._sequences.clear()
@@ -309,10 +309,10 @@ class CPUOffloadingManager(OffloadingManager):
         self._free = []
         self._eviction = EvictionOrder(self._policy_cls, 0, self._blocks)
 
-    # -- what is told
+    # -- events and statistics
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return what happened since the last call; nothing unless events were asked for."""
+        """Return the events since the last call; nothing unless events were asked for."""
         events, self._events = self._events, [] if self._events is not None else None
         return events or ()
 
@@ -350,7 +350,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._free.append(self._blocks.pop(key).slot)
 
     def _went(self, key: OffloadKey, block: Block) -> bool:
-        """Free the slot of a block that was forgotten while a job held it; whether it was."""
+        """Free the slot of a block forgotten while a job held it; return whether it was."""
         if block.forgotten:
             self._free_slot(key)
         return block.forgotten
@@ -375,5 +375,5 @@ def _not_kept(key: OffloadKey, *, storing: bool) -> BlockNotKeptError:
 
 
 def _tail_first(keys: Collection[OffloadKey]) -> Iterable[OffloadKey]:
-    """Return keys from the last to the first: what is used last gives way last, so the head."""
+    """Return keys from the last to the first: the head is used last, and so evicted last."""
     return reversed(keys if isinstance(keys, (list, tuple)) else list(keys))

@@ -1,4 +1,4 @@
-"""Whether a load from a tier pays: its time beside that of computing the same blocks."""
+"""Payoff of loads from a tier: their time beside that of computing the same blocks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections import deque
 WINDOW = 32
 """Loads, and steps of the model, of which the mean is taken."""
 MIN_LOADS = 16
-"""Loads that are measured before any is left."""
+"""Loads that are measured before any is skipped."""
 LEAVE_S = 30.0
-"""How long loads are left that lose; then they are measured again, in seconds."""
+"""Time for which losing loads are skipped before they are measured again, in seconds."""
 
 
 class Payoff:
@@ -35,8 +35,8 @@ class Payoff:
         """Record the end of a load; of those that run side by side, each counts from the last end.
 
         Args:
-            num_blocks: How many it has loaded; 0: it failed.
-            began: When it began, by the monotonic clock.
+            num_blocks: Blocks that it has loaded; 0: it failed.
+            began: Time at which it began, by the monotonic clock.
         """
         now = time.monotonic()
         seconds, self._last_end = now - max(self._last_end, began), now
@@ -46,7 +46,7 @@ class Payoff:
         self._load_s = sum(each[0] for each in self._loads) / sum(each[1] for each in self._loads)
 
     def is_loss(self) -> bool:
-        """Return whether loads are to be left."""
+        """Return whether loads are to be skipped."""
         now = time.monotonic()
         if now < self._left_until:
             return True

@@ -1,4 +1,4 @@
-"""Which kept blocks are evicted when room is needed: the contract of a policy, ``lru``, ``arc``.
+"""Eviction of kept blocks when room is needed: the contract of a policy, ``lru``, ``arc``.
 
 A policy knows keys and nothing else: neither slots nor bytes. The manager calls it, on one thread,
 and every key passes through it in this order::
@@ -68,8 +68,8 @@ class CachePolicy(ABC):
     def reorder(self, keys: Sequence[OffloadKey]) -> None:
         """Make candidates the ones used last, the last of `keys` last of all.
 
-        It is no further use: blocks of one request, stored over several steps, get the order of
-        their places in it. A policy that counts uses has a method of its own for this.
+        Reordering does not count as a use: blocks of one request, stored over several steps, get
+        the order of their places in it. A policy that counts uses has a method of its own for this.
         """
         self.touch(keys)
 
@@ -87,10 +87,10 @@ class CachePolicy(ABC):
         `EvictionPolicyError`: its answer decides whose slots are written to.
 
         Args:
-            count: How many, at least one.
+            count: Number of candidates to evict, at least one.
             protected: Candidates that must stay. Looking one up takes constant time.
-            incoming: The blocks that will be inserted next, at least `count`. Some policies learn
-                from it that they evicted one too early.
+            incoming: The blocks that will be inserted next, at least `count`. A policy may learn
+                from them that it evicted one too early.
 
         Returns:
             The evicted keys; None if fewer candidates than `count` are unprotected, and then
@@ -99,7 +99,7 @@ class CachePolicy(ABC):
 
 
 class LRUCachePolicy(CachePolicy):
-    """Evicts what was not used for longest; a pinned block has no place in the order."""
+    """Evicts the blocks unused for longest; a pinned block has no place in the order."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -135,7 +135,7 @@ class LRUCachePolicy(CachePolicy):
         protected: Collection[OffloadKey],
         incoming: Sequence[OffloadKey],  # noqa: ARG002  # of no account here
     ) -> list[OffloadKey] | None:
-        """Evict the candidates that were not used for longest."""
+        """Evict the candidates unused for longest."""
         evicted = list(islice((key for key in self._order if key not in protected), count))
         if len(evicted) < count:
             return None
@@ -176,8 +176,8 @@ class ARCCachePolicy(CachePolicy):
     and gets more.
 
     Source: Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003; T1
-    and T2 there are `recent` and `frequent` here, B1 and B2 their ghosts, p the target. What
-    differs: a block in flight cannot be evicted, so the other kind is where one has no candidate
+    and T2 there are `recent` and `frequent` here, B1 and B2 their ghosts, p the target. Different
+    here: a block in flight cannot be evicted, so the other kind is where one has no candidate
     left; and slots may be empty, so the number of ghosts is bounded by twice the capacity less the
     blocks kept.
     """
@@ -187,7 +187,7 @@ class ARCCachePolicy(CachePolicy):
         self._recent = _ARCList()
         self._frequent = _ARCList()
         self.target = 0.0
-        """How many blocks used once there should be."""
+        """Wanted number of blocks used once."""
         # Ghosts that evict() has learned from already; they are frequent when they are inserted.
         self._returned: set[OffloadKey] = set()
 
@@ -295,7 +295,7 @@ def policy_class(name: str) -> type[CachePolicy]:
         name: ``lru``, ``arc``, or the place of another class, ``module:Class``.
 
     Raises:
-        OffloadingOptionError: There is no such policy, or it is none.
+        OffloadingOptionError: There is no such class, or it is no policy.
     """
     if name in POLICIES:
         return POLICIES[name]
@@ -338,7 +338,7 @@ class Cohort:
 
     policy: CachePolicy
     num_idle: int = 0
-    """How many of the blocks are candidates."""
+    """Number of the blocks that are candidates."""
 
 
 @dataclass(slots=True, eq=False)
@@ -348,9 +348,9 @@ class Block:
     slot: int
     cohort: Cohort
     num_loads: int = STORING
-    """How many loads are under way; 0: the block is idle, a candidate."""
+    """Number of loads under way; 0: the block is idle, a candidate."""
     forgotten: bool = False
-    """Whether the block goes as soon as no job holds it."""
+    """True if the block is removed as soon as no job holds it."""
 
 
 class EvictionOrder:
@@ -438,7 +438,7 @@ class EvictionOrder:
         """Evict candidates: exactly `count`, or none.
 
         Args:
-            count: How many.
+            count: Number of candidates.
             protected: Candidates that must stay.
             incoming: The blocks that room is made for.
 
@@ -485,7 +485,7 @@ class EvictionOrder:
         protected: AbstractSet[OffloadKey],
         incoming: Sequence[OffloadKey],
     ) -> list[OffloadKey]:
-        """Ask the policy of a cohort, and check its answer: what it names loses its slot."""
+        """Ask the policy of a cohort, and check its answer: the named blocks lose their slots."""
         try:
             keys = cohort.policy.evict(count, protected, incoming)
         except Exception as error:

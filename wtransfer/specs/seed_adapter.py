@@ -1,6 +1,6 @@
 """Specs and configs of the seed's API for current hosts, and the other way round.
 
-What differs between the two, and is adapted here::
+Differences between the two that are adapted here::
 
     the seed (vLLM 0.16)                             current
     spec(config, kv_cache_config)                    spec(OffloadingConfig)
@@ -12,9 +12,9 @@ What differs between the two, and is adapted here::
     no reset_cache, no shutdown                      both
 
 Releases in between had some of one and some of the other, so every constructor and method is judged
-by its own signature, never by a trial call: that would run its code, and would mistake a
-`TypeError` of its own for an answer. Configs may be wtransfer's dataclasses or a serving engine's
-objects: attributes are read, classes are not compared.
+by its own signature, never by a trial call, which would run its code and mistake a `TypeError` of
+its own for an answer. Configs may be wtransfer's dataclasses or a serving engine's objects:
+attributes are read, classes are not compared.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ def is_serving_config(config: Any) -> bool:
     """Return whether this is a serving engine's whole config, as in the seed.
 
     Raises:
-        KVTransferConfigError: It is one without ``kv_transfer_config``, or nothing of either kind;
-            an `AssertionError`, too.
+        KVTransferConfigError: A serving engine's config without ``kv_transfer_config``, or nothing
+            of either kind; an `AssertionError`, too.
     """
     if getattr(config, "kv_transfer_config", None) is not None:
         return True
@@ -157,10 +157,10 @@ def extra_config_of(config: Any) -> Mapping[str, Any]:
 
 
 def to_offloading_config(config: Any, kv_cache_config: Any = None) -> OffloadingConfig:
-    """Return what a current spec is made with, from a serving engine's configs.
+    """Return the config of a current spec, from a serving engine's configs.
 
     Args:
-        config: Has ``kv_transfer_config``; more is read where it is there.
+        config: Has ``kv_transfer_config``; further attributes are read where they exist.
         kv_cache_config: Our `KVCacheConfig`, or vLLM's; None where the host has none.
 
     Raises:
@@ -204,9 +204,9 @@ def to_offloading_config(config: Any, kv_cache_config: Any = None) -> Offloading
 
 
 def to_serving_config(config: Any) -> tuple[ServingConfig, KVCacheConfig]:
-    """Return what a spec of the seed's API is made with, from an `OffloadingConfig`.
+    """Return the configs of a spec of the seed's API, from an `OffloadingConfig`.
 
-    That does not contain the number of blocks of the model's own cache, which is 0 here.
+    The number of blocks of the model's own cache is not in an `OffloadingConfig`, and is 0 here.
     """
     block_size = config.groups[0].tokens_per_block if config.groups else tokens_per_block(None)
     parallel = config.parallel
@@ -243,7 +243,7 @@ def adapt_spec(spec: OffloadingSpec, config: OffloadingConfig | None = None) -> 
     """Return a spec that current hosts can drive: itself, or an adapter around it; idempotent.
 
     Args:
-        spec: Of either API.
+        spec: A spec of either API.
         config: The host's; None: the one that the spec was made with.
     """
     get_worker = getattr(type(spec), "get_worker", None)
@@ -263,9 +263,9 @@ class SeedSpecAdapter(OffloadingSpec):
 
     def __init__(self, spec: Any, config: OffloadingConfig | None = None) -> None:
         self.spec = spec
-        """What is adapted."""
+        """The adapted spec."""
         if config is None:
-            # A spec whose constructor does not call that of the base class has none.
+            # A spec whose constructor does not call that of the base class has no config.
             config = getattr(spec, "config", None) or OffloadingConfig()
             if is_serving_config(config):
                 config = to_offloading_config(config, spec.kv_cache_config)
@@ -308,7 +308,7 @@ _RESETS_NBYTES = 4
 class SeedManagerAdapter(OffloadingManager):
     """A manager of the seed's API, for current hosts; one of the current API is passed through.
 
-    What the seed's managers assert is checked here before they are called.
+    Assertions of the seed's managers are checked here before the managers are called.
 
     Args:
         manager: Has at least ``lookup``, ``prepare_load`` and ``prepare_store``.
@@ -316,7 +316,7 @@ class SeedManagerAdapter(OffloadingManager):
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
-        # That of our base class does nothing.
+        # The base class's method does nothing.
         reset_cache = getattr(manager, "reset_cache", None)
         inherited = getattr(reset_cache, "__func__", None) is OffloadingManager.reset_cache
         self._can_reset = reset_cache is not None and not inherited
@@ -355,7 +355,7 @@ class SeedManagerAdapter(OffloadingManager):
         """Pass on, once every block was found to be a hit.
 
         Raises:
-            BlockNotKeptError: One of them is no hit.
+            BlockNotKeptError: A block is no hit.
         """
         for key in keys:
             if self.lookup(key, req_context) is not LookupResult.HIT:
@@ -517,7 +517,7 @@ class HandlersWorker(OffloadingWorker):
         return self._submit(job_id, src_spec, _as_array(dst_spec))
 
     def get_finished(self) -> list[TransferResult]:
-        """Return what has ended; handlers report results, or pairs of number and success."""
+        """Return ended jobs; handlers report results, or pairs of number and success."""
         return [
             TransferResult(*each) if isinstance(each, tuple) else each
             for handler in self._handlers
@@ -571,20 +571,20 @@ class BlocksFirst:
 
     @staticmethod
     def get_kv_cache_stride_order(**_: Any) -> tuple[int, int, int]:
-        """Return that dimensions lie in memory in this order."""
+        """Return the order of dimensions in memory, which is the same."""
         return (0, 1, 2)
 
 
 def seed_caches(
     kv_caches: CanonicalKVCaches, spec: Any
 ) -> tuple[dict[str, torch.Tensor], dict[str, type[BlocksFirst]]]:
-    """Return what ``get_handlers`` takes: tensors and attention backends by layer.
+    """Return the arguments of ``get_handlers``: tensors and attention backends by layer.
 
     The tensors are views of the same memory, as bytes: ``(num_blocks, block_size, bytes)``.
 
     Args:
         kv_caches: The cache.
-        spec: ``gpu_block_size`` are its tokens per block.
+        spec: ``gpu_block_size`` is its number of tokens per block.
 
     Raises:
         OffloadingOptionError: The bytes of a block cannot be divided among its tokens.

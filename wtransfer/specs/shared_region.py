@@ -1,7 +1,8 @@
 """The arena: host memory in slots that the ranks of one instance share, a region for each rank.
 
-It is one anonymous shared segment (`wtransfer.transport.memory`) that all ranks of a host map. Each
-rank has a region of it, populates that region before use, and is the only one that writes there::
+The arena is one anonymous shared segment (`wtransfer.transport.memory`) that all ranks of a host
+map. Each rank has a region of it, populates that region before use, and is the only one that writes
+there::
 
     | headers: one for each slot, then up to a page | slot 0 | slot 1 | ...
 
@@ -12,14 +13,14 @@ leaves a block that is either whole or refused.
 
 How ranks find the arena (`SharedRegion.attach`):
 
-1. Each rank listens at an abstract Unix socket whose name contains user, engine and rank. That
-   claims the rank: no other process can have the name until this one has ended.
-2. It asks all other ranks. One that has the arena sends its descriptor, with its layout.
+1. Each rank listens at an abstract Unix socket whose name contains user, engine and rank. The name
+   claims the rank: no other process can have it until this one has ended.
+2. The rank asks all other ranks. A rank that has the arena sends its descriptor, with its layout.
 3. Rank 0 makes the arena if no other rank has it. The others ask again until one does.
 4. From then on the rank exports the arena itself. So a rank that is restarted finds its blocks
    again as long as any other rank lives, rank 0 or not.
 
-Both ends check peer credentials: they belong to one user (`wtransfer.transport.lease`).
+Peer credentials are checked at both ends, which belong to one user (`wtransfer.transport.lease`).
 """
 
 from __future__ import annotations
@@ -185,8 +186,8 @@ class SharedRegion:
 
     Args:
         segment: Memory of the whole arena; this region is populated.
-        layout: How it is laid out.
-        rank: Whose region this is.
+        layout: Layout of the arena.
+        rank: Rank that the region belongs to.
         exporter: Keeps the arena reachable for other ranks until `detach`.
     """
 
@@ -200,9 +201,9 @@ class SharedRegion:
         self.segment = segment
         """Memory of the whole arena."""
         self.layout = layout
-        """How the arena is laid out."""
+        """Layout of the arena."""
         self.rank = rank
-        """Whose region this is."""
+        """Rank that the region belongs to."""
         self._exporter = exporter
         start = rank * layout.region_nbytes
         region = segment.buffer[start : start + layout.region_nbytes]
@@ -213,7 +214,7 @@ class SharedRegion:
             layout.num_slots, HEADER_NBYTES
         )
         # How often each slot was opened for writing, by this process: another number than before
-        # means another writer. It guards what headers cannot: two stores into one slot.
+        # means another writer. The count guards what headers cannot: two stores into one slot.
         self._openings = np.zeros(layout.num_slots, np.int64)
         self._lock = threading.Lock()
 
@@ -227,8 +228,8 @@ class SharedRegion:
 
         Args:
             engine_id: Identity of the serving instance.
-            rank: Of this process.
-            layout: Which the arena must have.
+            rank: Rank of this process.
+            layout: Layout that the arena must have.
             deadline_s: Longest wait for the other ranks, in seconds.
 
         Raises:
@@ -252,7 +253,8 @@ class SharedRegion:
                     segment = Segment(layout.nbytes, populated=False)
                 else:
                     segment = _find_or_make(engine_id, rank, layout, deadline_s)
-                    # Before it is populated, which takes a while: the other ranks wait for it.
+                    # Before the region is populated, which takes a while: other ranks wait for the
+                    # arena.
                     exporter.export(_SEGMENT_ID, segment, layout.facts())
                 used = layout.used_nbytes // layout.num_ranks
                 segment.populate(rank * layout.region_nbytes, used)
@@ -268,8 +270,8 @@ class SharedRegion:
     def detach(self) -> None:
         """Release the memory, which stays with the other ranks; a second call does nothing.
 
-        It is unmapped with the last copy that uses it. There are no slots any more from here on:
-        indexing one is an IndexError.
+        The memory is unmapped with the last copy that uses it. There are no slots any more from
+        here on: indexing one is an IndexError.
         """
         if self._exporter is not None:
             self._exporter.close()
@@ -283,13 +285,13 @@ class SharedRegion:
         return int(self._headers.ctypes.data)
 
     def open(self, slots: Numbers) -> npt.NDArray[np.int64]:
-        """Clear the headers of slots: what is in them is refused until `close`.
+        """Clear the headers of slots: their blocks are refused until `close`.
 
         Args:
-            slots: None of them twice.
+            slots: Slot numbers, none twice.
 
         Returns:
-            How often each slot has been opened, for `close`.
+            Number of times that each slot has been opened, for `close`.
         """
         with self._lock:
             self._openings[slots] += 1
@@ -300,8 +302,8 @@ class SharedRegion:
         """Write the headers of slots, the last step of a store.
 
         Returns:
-            Whether they were written. If another store has opened one of the slots since, none of
-            them gets a header: the bytes may be of either.
+            True if the headers were written. If another store has opened one of the slots since, no
+            slot gets a header: the bytes may be of either.
         """
         with self._lock:
             if not np.array_equal(self._openings[slots], opened):
@@ -329,8 +331,8 @@ class SharedRegion:
 # -- how ranks find the arena -------------------------------------------------------------------
 
 CLAIM_S = 5.0
-"""How long a rank's name may still belong to the process before it, which is ending: giving back
-its memory takes a while."""
+"""Time for which a rank's name may still belong to the process before it, which is ending, in
+seconds: giving back its memory takes a while."""
 
 _POLL_S = 0.02
 _ASK_S = 1.0

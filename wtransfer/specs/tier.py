@@ -15,10 +15,10 @@
     replaced by the next store. A key whose load has failed is a miss until then, or for `FAILED_S`.
 5.  A tier of which `FAILURES` calls in a row have failed is left alone for `PAUSE_S`: misses, and
     blocks that are not kept, without a call. Then it is tried again.
-6.  Loads that take longer than computing their blocks are left (`wtransfer.specs.payoff`).
+6.  Loads that take longer than computing their blocks are skipped (`wtransfer.specs.payoff`).
 
-What a key contains is the connector's (`wtransfer.connectors.offloading`); here a rank's number is
-added. What stands under it is a `BlockHeader` and the block's pages, one after the other.
+The contents of a key are the connector's (`wtransfer.connectors.offloading`); here a rank's number
+is added. The value under it is a `BlockHeader` and the block's pages, one after the other.
 """
 
 from __future__ import annotations
@@ -73,27 +73,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOKUP_S = 1.0
-"""Longest that a request waits for an answer of the tier, in seconds."""
+"""Longest wait of a request for an answer of the tier, in seconds."""
 FRESH_S = 0.5
 """Time after which a request that has used an answer asks the tier again, in seconds."""
 FAILED_S = 30.0
-"""How long a key whose load has failed is a miss, unless it is stored anew, in seconds."""
+"""Time for which a key whose load has failed is a miss, unless it is stored anew, in seconds."""
 STALL_S = 1.0
-"""Longest that a store waits for a buffer while none comes free, in seconds."""
+"""Longest wait of a store for a buffer while none comes free, in seconds."""
 CLOSE_S = 2.0
 """Longest wait for a tier to close, in seconds."""
 END_S = 0.2
-"""How long the puts that run may take after those that wait were dropped, in seconds."""
+"""Time that running puts may take after waiting ones were dropped, in seconds."""
 FAILURES = 3
 """Calls that fail in a row before a tier is left alone."""
 PAUSE_S = 5.0
-"""How long it is, in seconds; then one more failure is enough."""
+"""Length of that pause, in seconds; then one more failure is enough."""
 BATCH_CHUNKS = 64
 """Most blocks in one call of a tier that has batches."""
 BATCH_NBYTES = 4 << 20
 """Bytes that are worth a call of their own."""
 MAX_OFFERED = 1 << 16
-"""Keys of which it is known how often they were offered; the oldest are forgotten."""
+"""Most keys whose offers are counted; the oldest are forgotten."""
 
 _NO_BUFFER = -1
 
@@ -106,25 +106,25 @@ class TierOptions(msgspec.Struct, frozen=True, kw_only=True):
     num_io_threads: Annotated[int, msgspec.Meta(gt=0, le=64)] = 2
     """Threads of each rank that put, and as many that get."""
     deadline_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 10.0
-    """Longest that a load or a store may take, in seconds; it fails then."""
+    """Longest duration of a load or a store, in seconds; then it fails."""
     store_threshold: Annotated[int, msgspec.Meta(gt=0)] = 1
     """A block is stored when it is offered for the n-th time: 2 keeps what was computed twice."""
     skip_slow_loads: bool = True
-    """Whether blocks are computed that the tier delivers more slowly than the model."""
+    """True if blocks are computed that the tier delivers more slowly than the model."""
     cpu_bytes_to_use: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = 0
     """Host memory for an arena over the tier, for all ranks together; 0: the tier alone."""
     eviction_policy: str = "lru"
-    """Of the arena, refused without one: ``lru``, ``arc`` or ``module:Class``."""
+    """Policy of the arena, refused without one: ``lru``, ``arc`` or ``module:Class``."""
     write_back: bool = False
-    """Whether blocks are put when the arena evicts them; else when they are stored. Refused without
+    """True if blocks are put when the arena evicts them; else when they are stored. Refused without
     an arena."""
 
     @classmethod
     def of(cls, extra_config: Mapping[str, Any]) -> tuple[Self, dict[str, Any]]:
-        """Read the options; return those of every tier, and those of this one.
+        """Read the options; return the options of every tier, and those of this one.
 
         Raises:
-            OffloadingOptionError: One cannot be used.
+            OffloadingOptionError: An option cannot be used.
         """
         extra = {k: v for k, v in options_of_spec(extra_config).items() if k != "tier"}
         try:
@@ -145,10 +145,10 @@ class TierLoadStoreSpec(LoadStoreSpec):
     """Blocks by key.
 
     Args:
-        keys: In the order of the blocks.
-        failed: Those whose load has failed.
-        slots: Where they are in the arena over the tier; a number from the number of its slots on:
-            nowhere. None: there is no arena.
+        keys: Keys, in the order of the blocks.
+        failed: Keys whose load has failed.
+        slots: Places of the blocks in the arena over the tier; a number from the number of its
+            slots on: nowhere. None: there is no arena.
         fetched: Slots that a load fills from the tier.
         outdated: Slots whose former block is of other weights.
     """
@@ -166,7 +166,7 @@ class TierLoadStoreSpec(LoadStoreSpec):
         self.failed = list(failed)
         """Keys that are stored even if the tier has them."""
         self.slots = list(range(len(self.keys)) if slots is None else slots)
-        """A number for each, none twice."""
+        """A number for each key, none twice."""
         self.fetched = list(fetched)
         """Slots that a load fills from the tier."""
         self.outdated = list(outdated)
@@ -184,7 +184,7 @@ def rank_key(key: bytes, rank: int) -> bytes:
 
 
 class _Given(Mapping[str, Any]):
-    """Options, and which of them were looked at."""
+    """Options, with a record of those that were looked at."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
@@ -205,8 +205,8 @@ def open_tier(tier_cls: type[Tier], options: Mapping[str, Any]) -> Tier:
     """Make an object of a tier.
 
     Raises:
-        OffloadingOptionError: An option is missing, or the constructor has not looked at it; or it
-            has refused one itself.
+        OffloadingOptionError: An option is missing, was not looked at by the constructor, or was
+            refused by it.
     """
     given, name = _Given(options), tier_cls.__name__
     try:
@@ -227,7 +227,7 @@ def open_tier(tier_cls: type[Tier], options: Mapping[str, Any]) -> Tier:
 
 
 def close_tier(tier: Tier) -> None:
-    """Close a tier; one that takes longer than `CLOSE_S` goes on with it on a thread."""
+    """Close a tier; a close that takes longer than `CLOSE_S` continues on a thread."""
     call = start_call(tier.close, "wtransfer-tier-close")
     if not call.done.wait(CLOSE_S):
         logger.warning("%s.close takes longer than %g s", type(tier).__name__, CLOSE_S)
@@ -261,7 +261,7 @@ class _Counts:
 
 
 class _Health:
-    """Leaves a tier alone whose calls fail. Any thread may call it."""
+    """Leaves a tier alone whose calls fail. Thread-safe."""
 
     def __init__(self) -> None:
         self._num_failed, self._until = 0, 0.0
@@ -282,30 +282,30 @@ class _Health:
 
 @dataclasses.dataclass
 class Load:
-    """Where the blocks of a load come from."""
+    """Sources of the blocks of a load."""
 
     got: list[OffloadKey]
-    """From the tier."""
+    """Blocks from the tier."""
     pinned: list[OffloadKey] = dataclasses.field(default_factory=list)
-    """From the arena over it."""
+    """Blocks from the arena over it."""
     promoted: list[OffloadKey] = dataclasses.field(default_factory=list)
-    """From the tier, also to the arena."""
+    """Blocks from the tier that are copied to the arena as well."""
     success: bool = True
     """False: it has failed on a rank."""
     began: float = dataclasses.field(default_factory=time.monotonic)
-    """When it was prepared."""
+    """Time at which it was prepared."""
 
 
 @dataclasses.dataclass
 class _Answer:
-    """What the tier has said of one key."""
+    """The tier's answer for one key."""
 
     asked: float
-    """When the tier was asked."""
+    """Time at which the tier was asked."""
     hit: bool | None = None
-    """None: nothing yet."""
+    """None: no answer yet."""
     read: float | None = None
-    """When the answer was first used: it ages from then on, as steps may be long."""
+    """Time of the answer's first use: it ages from then on, as steps may be long."""
 
 
 class _Request:
@@ -324,12 +324,12 @@ class _Request:
 
 
 class TierManager(OffloadingManager):
-    """Asks the tier what it has, on a thread; nothing here waits for the tier.
+    """Looks blocks up in the tier, on a thread; nothing here waits for the tier.
 
     Args:
         tier: The tier; this side's own.
         config: Ranks, whose parts make a block, and tokens of a block.
-        options: When to store, and when to load.
+        options: Rules when to store, and when to load.
     """
 
     num_slots = 0
@@ -352,7 +352,7 @@ class TierManager(OffloadingManager):
         self._pid, self._closed = os.getpid(), False
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Return what the tier has answered, *RETRY* until then; a late answer is a miss."""
+        """Return the tier's answer, *RETRY* until then; a late answer is a miss."""
         answers, now = _Request.of(req_context).answers, time.monotonic()
         known, busy_since = answers.get(key), self._busy_since
         # A tier that hangs is not asked: the answer would wait behind.
@@ -378,16 +378,16 @@ class TierManager(OffloadingManager):
     def prepare_load(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> TierLoadStoreSpec:
-        """Return where blocks are that were hits; nothing is pinned, a lost one fails its load.
+        """Return the places of former hits; nothing is pinned, a lost block fails its load.
 
         Raises:
-            BlockNotKeptError: One was no hit.
+            BlockNotKeptError: A block was no hit.
         """
         self._begin_load(keys, req_context, Load(list(keys)))
         return self._nowhere(keys)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Record how long it took."""
+        """Record the duration of the load."""
         self._end_load(keys, req_context)
 
     def prepare_store(
@@ -422,7 +422,7 @@ class TierManager(OffloadingManager):
         """Let suspect keys be misses for a while: another load may fail like this one."""
         if (load := _Request.of(req_context).loads.get(tuple(keys))) is not None:
             load.success = False
-            # What the arena had is whole, as far as is known: a load of that alone would tell.
+            # Blocks from the arena are whole, as far as is known: a load of those alone would tell.
             keys = load.got or keys
         if not suspect:
             return True
@@ -433,11 +433,11 @@ class TierManager(OffloadingManager):
         return True
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Record how long the model takes."""
+        """Record the model's time per token."""
         self._payoff.computed(context.seconds_per_token)
 
     def reset_cache(self) -> bool:
-        """Return False: other instances share the tier; what it keeps stays."""
+        """Return False: other instances share the tier; its blocks stay."""
         return False
 
     def get_stats(self) -> Mapping[str, float]:
@@ -484,7 +484,7 @@ class TierManager(OffloadingManager):
         return TierLoadStoreSpec(keys, self._suspect(keys), slots)
 
     def _suspect(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        # A load ends at the first block that is damaged: those behind it are there, unverified.
+        # A load ends at the first damaged block: the blocks behind it are there, unverified.
         return [key for key in keys if key in self._failed]
 
     def _count_offers(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
@@ -504,7 +504,7 @@ class TierManager(OffloadingManager):
         with self._lock:
             self._asked.append((key, answer))
             is_first = len(self._asked) == 1
-        # One call for all that is asked until the thread comes to it.
+        # One call for all keys that are asked until the thread comes to it.
         if is_first:
             self._thread.submit(self._answer)
         return answer
@@ -537,7 +537,7 @@ class TierManager(OffloadingManager):
 
 
 class _Buffers:
-    """What stands under a key, in a row each: the slots of blocks on their way."""
+    """Memory for blocks on their way, a row each for header and pages: the slots of copiers."""
 
     def __init__(self, number: int, nbytes: int) -> None:
         # The system takes memory for a row when it is first written to.
@@ -561,13 +561,13 @@ class Put(NamedTuple):
     nbytes: int
     """Bytes with header."""
     buffer: int = _NO_BUFFER
-    """Where it is, or is copied to from its slot."""
+    """Buffer that holds it, or that it is copied to from its slot."""
     job_id: int | None = None
     """Job of which this is a part."""
     slot: int | None = None
-    """Slot of the arena where it is."""
+    """Slot of the arena that holds it."""
     opening: int = -1
-    """How often the slot was opened when the block came there."""
+    """Number of the slot's openings when the block came there."""
 
 
 class TierWorker(JobWorker):
@@ -608,14 +608,14 @@ class TierWorker(JobWorker):
             raise OffloadingOptionError(
                 f"buffer_bytes={options.buffer_bytes:,}: there is not that much memory"
             ) from None
-        # The last rows are no tier's: what is verified and copied on lies there.
+        # The last rows are never the tier's: blocks that are verified and copied on lie there.
         self._own = num_gets + num_copies
         tier.register_memory(self._buffers.rows[: num_puts + self._own].reshape(-1).data)
         self._puts = CopyThreads("wtransfer-tier-put", num_threads, NICENESS)
         self._to_put: deque[Put] = deque()
-        # Numbers of buffers, the one used last first. A load never waits for those of stores; it
-        # has a batch of them, which begins at this number. Nor does a thread that puts wait: as
-        # many are its own as it puts at once.
+        # Numbers of buffers, the one used last first. A load never waits for buffers of stores: a
+        # batch of them, which begins at this number, is its own. Nor does a thread that puts wait:
+        # as many are its own as it puts at once.
         self._free, self._free_for_loads, self._free_for_copies = (
             queue.LifoQueue[int](),
             queue.LifoQueue[int](),
@@ -646,9 +646,9 @@ class TierWorker(JobWorker):
         )
         super().__init__(name, copiers, jobs)
         self._lock = threading.Lock()
-        # Keys that are there and of no use: they are put again all the same.
+        # Keys of blocks that are there and of no use: they are put again all the same.
         self._unreadable: dict[bytes, None] = {}
-        # By first buffer, since when it is in use.
+        # By first buffer, the time since which it is in use.
         self._gets: dict[int, float] = {}
         self._num_threads, self._deadline_s = num_threads, deadline_s
         self._is_stalled = self._is_ending = False
@@ -677,7 +677,7 @@ class TierWorker(JobWorker):
         """
         if os.getpid() != self._pid or not self._copiers:
             return
-        # They hold views of the cache.
+        # The copiers hold views of the cache.
         self._copiers = ()
         for _ in range(self._num_threads):
             self._free.put(_NO_BUFFER)
@@ -693,7 +693,7 @@ class TierWorker(JobWorker):
     # -- the arena over the tier, if there is one
 
     def _leave_arena(self) -> None:
-        """Let go of the arena, which nothing uses any more."""
+        """Release the arena, which nothing uses any more."""
 
     def _promote(self, chunks: Chunks, first: int) -> None:
         """Copy chunks that were loaded to their slots; they are in the buffers from `first` on."""
@@ -752,7 +752,7 @@ class TierWorker(JobWorker):
         return buffer
 
     def _put_later(self, put: Put) -> None:
-        # Those in buffers are as many as there are buffers.
+        # Puts from buffers are as many as there are buffers.
         if put.slot is not None and len(self._to_put) > self._jobs.num_slots + len(
             self._buffers.rows
         ):
@@ -762,7 +762,7 @@ class TierWorker(JobWorker):
         self._puts.submit(self._put)
 
     def _put(self) -> None:
-        """Put what waits, on a thread: as many as fit into one call."""
+        """Put waiting blocks, on a thread: as many as fit into one call."""
         batch: list[Put] = []
         with contextlib.suppress(IndexError):
             while len(batch) < self._put_batch:
@@ -794,7 +794,7 @@ class TierWorker(JobWorker):
                 self._jobs.end_part(each.job_id, reason)
 
     def _copies_of(self, puts: Sequence[Put]) -> list[Put]:
-        """Return blocks of the arena as copies in buffers; those that have gone are dropped."""
+        """Return blocks of the arena as copies in buffers, without those gone from their slots."""
         copies = []
         for each in puts:
             buffer = self._free_for_copies.get()
@@ -806,7 +806,7 @@ class TierWorker(JobWorker):
         return copies
 
     def _put_new(self, batch: Sequence[Put]) -> None:
-        """Put those that the tier does not have, or of which it has nothing of use."""
+        """Put the blocks that the tier does not have, or has in an unreadable form."""
         doubtful = [each.own for each in batch if each.own not in self._unreadable]
         answers = self._tier.contains(doubtful) if doubtful else []
         kept = {own for own, is_kept in zip(doubtful, answers, strict=True) if is_kept}
@@ -821,13 +821,13 @@ class TierWorker(JobWorker):
         self._counts.add("puts_skipped", len(batch) - len(new))
 
     def _load(self, job_id: int, copier: Copier, chunks: Chunks, mark: object) -> int:
-        """Get chunks, and load those into the cache that are right and still wanted."""
+        """Get chunks, and load the right ones that are still wanted into the cache."""
         # There are as many batches as threads that load.
         first = self._free_for_loads.get()
         self._gets[first] = time.monotonic()
         try:
             own = self._get(chunks, copier.chunk_nbytes, first)
-            # Not the error itself: it would hold this frame, and with it the cache.
+            # The reason only: the error would hold this frame, and with it the cache.
             reason: Reason | None = None
             row = len(chunks)
             with self._jobs.committing(job_id):
@@ -847,7 +847,7 @@ class TierWorker(JobWorker):
     def _get(self, chunks: Chunks, nbytes: int, first: int) -> int:
         """Fill buffers, and copy them where the tier may still write there; return the first.
 
-        One without a header is refused as an absent block.
+        A buffer without a header is refused as an absent block.
         """
         if self._get_health.is_paused:
             self._counts.add("gets_paused", len(chunks))

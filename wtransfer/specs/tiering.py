@@ -105,7 +105,7 @@ class TieringOffloadingSpec(OffloadingSpec):
             )
         self.options, self.tier_options = TierOptions.of(config.extra_config)
         self.layout: ArenaLayout | None = None
-        """How the arena is laid out; None: the tier alone."""
+        """Layout of the arena; None: the tier alone."""
         if self.options.cpu_bytes_to_use:
             self.layout = arena_layout(config, self.options.cpu_bytes_to_use)
         self._manager: TierManager | None = None
@@ -138,7 +138,7 @@ class TieringOffloadingSpec(OffloadingSpec):
         Raises:
             OffloadingOptionError: The cache is not what the config says of it, or there is not
                 enough memory for ``buffer_bytes``.
-            WTransferError: The arena cannot be had: see `SharedRegion.attach`.
+            WTransferError: The arena cannot be attached: see `SharedRegion.attach`.
         """
         if self._worker is None:
             config, options, groups = self.config, self.options, pages_of(kv_caches)
@@ -163,13 +163,13 @@ class TieringOffloadingSpec(OffloadingSpec):
 
 
 class TieringManager(TierManager):
-    """Decides what is in the arena, and asks the tier for the rest.
+    """Decides which blocks are in the arena, and asks the tier for the others.
 
     Args:
         tier: The tier; this side's own.
         config: As `TierManager`.
         options: As `TierManager`.
-        arena: What is in which slot.
+        arena: Manager of the slots.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class TieringManager(TierManager):
         self._arena = arena
         self.num_slots = arena.num_slots
         self._promoting: set[OffloadKey] = set()
-        # How often the weights had changed when a slot was given to a block.
+        # Number of changes of the weights, and by slot that number when a block was given the slot.
         self._num_changes, self._changes_at = 0, dict[int, int]()
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -208,14 +208,14 @@ class TieringManager(TierManager):
         """Pin blocks of the arena, and make room for those of the tier.
 
         Raises:
-            BlockNotKeptError: One was no hit; nothing is pinned then.
+            BlockNotKeptError: A block was no hit; nothing is pinned then.
         """
         arena, load = self._arena, Load([])
         for key in keys:
             is_hit = arena.lookup(key, req_context) is LookupResult.HIT
             (load.pinned if is_hit else load.got).append(key)
         self._begin_load(keys, req_context, load)
-        # Pinned before room is made: they might give way.
+        # Pinned before room is made, which could evict them.
         pinned = arena.prepare_load(load.pinned, req_context)
         slots = dict(zip(load.pinned, pinned.slots, strict=True))
         try:
@@ -233,7 +233,7 @@ class TieringManager(TierManager):
         return TierLoadStoreSpec(keys, (), places, promoted.values(), outdated)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Unpin blocks, and let those be hits that were promoted."""
+        """Unpin blocks, and make promoted blocks hits."""
         load = self._end_load(keys, req_context)
         if load is None:
             return
@@ -260,22 +260,22 @@ class TieringManager(TierManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        """Let stored blocks be hits, or forget them."""
+        """Make stored blocks hits, or forget them."""
         in_arena = [key for key in keys if key not in self._storing]
         self._arena.complete_store(in_arena, req_context, success)
         super().complete_store(keys, req_context, success)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Let the tail of the request's blocks give way before its head."""
+        """Order the request's blocks: its tail is evicted before its head."""
         self._arena.on_request_finished(req_context)
 
     def weights_changed(self) -> None:
-        """Let what is kept now give way first, without being put into the tier."""
+        """Evict present blocks first from now on, without putting them into the tier."""
         self._num_changes += 1
         self._arena.weights_changed()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return what happened in the arena since the last call."""
+        """Return the events in the arena since the last call."""
         return self._arena.take_events()
 
     def _take(self, slots: Iterable[int]) -> list[int]:
@@ -295,7 +295,7 @@ class TieringManager(TierManager):
         return {**self._arena.get_stats(), **super().get_stats()}
 
     def shutdown(self) -> None:
-        """Keep nothing, and close the tier. A second call does nothing."""
+        """Empty the arena, and close the tier. A second call does nothing."""
         self._arena.shutdown()
         super().shutdown()
 
@@ -316,7 +316,7 @@ class TieringWorker(TierWorker):
         groups: As `TierWorker`.
         config: As `TierWorker`.
         options: As `TierWorker`.
-        layout: Of the arena.
+        layout: Layout of the arena.
     """
 
     def __init__(
@@ -338,15 +338,15 @@ class TieringWorker(TierWorker):
         self._in_arena = [dataclasses.replace(each, part=region) for each in self._copiers]
         self._pinned = pin_region(region, self._in_arena)
         self._writes_back = options.write_back
-        # By slot: whether its last load fills it from the tier, and whether what was in it before
-        # its last job is of other weights.
+        # By slot: True if its last load fills it from the tier; True if the block that was in it
+        # before its last job is of other weights.
         self._fetched = np.zeros(layout.num_slots, np.bool_)
         self._outdated = np.zeros(layout.num_slots, np.bool_)
 
     def shutdown(self) -> None:
-        """End as `TierWorker.shutdown` does, and let go of the arena; where a call hangs, later."""
+        """End as `TierWorker.shutdown` does, and release the arena; where a call hangs, later."""
         if os.getpid() == self._pid:
-            # They hold views of the cache.
+            # The copiers hold views of the cache.
             self._in_arena = []
         super().shutdown()
 
@@ -362,7 +362,7 @@ class TieringWorker(TierWorker):
         return super()._refusal(kind, kept, slots)
 
     def _is_in_arena(self, slots: Numbers) -> npt.NDArray[np.bool_]:
-        """Return which of these slots have the block, or get it from the cache."""
+        """Return a mask: the slots that have the block, or get it from the cache."""
         has_slot = slots < self._jobs.num_slots
         return has_slot & ~self._fetched[np.where(has_slot, slots, 0)]
 
@@ -382,7 +382,7 @@ class TieringWorker(TierWorker):
         if self._needs_tier(chunks.slots):
             return super()._store(job_id, copier, chunks, mark)
         copier = self._in_arena[chunks.group]
-        # Not given up meanwhile: the slots stay this job's.
+        # The job is not given up meanwhile: the slots stay its own.
         with self._jobs.committing(job_id):
             opened = self._open_slots(chunks, min(STALL_S, self._jobs.seconds_left(job_id)))
             headers = copier.gather(chunks, mark)
@@ -416,20 +416,20 @@ class TieringWorker(TierWorker):
         assert put.slot is not None
         slots = np.array([put.slot])
         before = self.part.look(slots)
-        # Without a header it was found to be damaged.
+        # A block without a header was found to be damaged.
         if before.openings[0] != put.opening or not before.headers.any():
             return False
         nbytes = put.nbytes - HEADER_NBYTES
         self._buffers.slots[buffer, :nbytes] = self.part.slots[put.slot, :nbytes]
         self._buffers.headers[buffer] = before.headers[0]
-        # A block that is refilled is opened first: so these are the bytes of one block.
+        # A slot is opened before it is refilled: so these are the bytes of one block.
         return bool(self.part.look(slots).openings[0] == put.opening)
 
     def _open_slots(self, chunks: Chunks, wait_s: float = 0.0) -> Numbers:
-        """Open slots for writing; with ``write_back``, what they had is put into the tier.
+        """Open slots for writing; with ``write_back``, their blocks are put into the tier.
 
         Args:
-            chunks: What takes their places.
+            chunks: Chunks that take their places.
             wait_s: Longest wait for buffers, for all of them together, in seconds.
         """
         if self._writes_back:

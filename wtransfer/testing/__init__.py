@@ -8,5 +8,5 @@ backend of that kind has to pass; where its smoke test fails, it skips the other
 smallest backend of each kind, to read before you write one. `faults` makes an engine fail at a
 chosen tensor, `fleet` runs a publisher and its workers in one process, `mini_engine` serves tokens
 with any connector, `communicator` is a process group between threads, and `leftovers` finds
-resources that a process did not release. It needs pytest (``pip install wtransfer[test]``).
+resources that a process did not release. The kits need pytest (``pip install wtransfer[test]``).
 """

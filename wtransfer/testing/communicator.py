@@ -1,13 +1,13 @@
 """A process group between threads of one process, which fails loudly where a real one would hang.
 
 For tests of engines that move tensors by collectives, and for authors of such engines: NCCL shows
-a mistake as two processes that hang, or as bytes in the wrong place. This one names the
+a mistake as two processes that hang, or as bytes in the wrong place. The group names the
 ranks, the operations and the mistake:
 
 * ranks that begin operations with another root, peer or size;
 * ranks that begin them in another order, or do not begin them, when the time is over; a rank that
   closes while others wait for it;
-* memory that is not what the contract says, or is changed, or used by a second operation, before
+* memory that breaks the contract, or is changed, or used by a second operation, before
   the first has been waited for;
 * operations that are never waited for.
 
@@ -28,15 +28,15 @@ from wtransfer.deadline import Deadline
 from wtransfer.errors import GroupError
 
 RUBBISH = 0xA5
-"""What memory holds while something is being received into it."""
+"""Byte that fills memory while an operation receives into it."""
 
 
 def memory_group(size: int, timeout_s: float = 10.0) -> list[MemoryCommunicator]:
     """Make a group.
 
     Args:
-        size: How many ranks.
-        timeout_s: How long an operation waits for a rank that does not begin it, in seconds.
+        size: Number of ranks.
+        timeout_s: Longest wait of an operation for a rank that does not begin it, in seconds.
 
     Returns:
         One communicator for each rank; give each to a thread of its own.
@@ -49,7 +49,7 @@ class MemoryCommunicator:
     """One rank. Made by `memory_group`; any thread may call it.
 
     Args:
-        group: What the ranks share.
+        group: State that the ranks share.
         rank: This rank.
     """
 
@@ -62,7 +62,7 @@ class MemoryCommunicator:
         """Begin to copy from rank `root` to all.
 
         Raises:
-            GroupError: Another rank is at something else, or the group is broken.
+            GroupError: Another rank is at another operation, or the group is broken.
         """
         return self._begin("broadcast", tensor, root, range(self.size))
 
@@ -91,8 +91,8 @@ class MemoryCommunicator:
         """Leave the group.
 
         Raises:
-            GroupError: Something that this rank began was not waited for, others wait for it, or
-                it was closed before. Not in a group that is broken already.
+            GroupError: An operation that this rank began was not waited for, other ranks wait for
+                this one, or it was closed before. Not raised in a group that is broken already.
         """
         with self._group.lock:
             self._group.leave(self.rank)
@@ -109,16 +109,16 @@ class MemoryPending:
     """One rank's part in an operation. Made by `MemoryCommunicator`."""
 
     group: _Group
-    """What the ranks share."""
+    """State that the ranks share."""
     rank: int
     """The rank whose part it is."""
     operation: _Operation
-    """What all ranks do."""
+    """The operation, as all its ranks see it."""
     tensor: torch.Tensor
     """This rank's memory."""
 
     def wait(self) -> None:
-        """Wait until every rank has got here; then the bytes arrive. A second call does nothing.
+        """Wait until every rank is at the operation; then the bytes arrive. Idempotent.
 
         Raises:
             GroupError: A rank is late, or the group is broken.
@@ -128,7 +128,7 @@ class MemoryPending:
 
     @property
     def sends(self) -> bool:
-        """Whether this rank has the bytes."""
+        """True if this rank has the bytes."""
         return self.rank == self.operation.source
 
     def overlaps(self, tensor: torch.Tensor) -> bool:
@@ -152,7 +152,7 @@ class MemoryPending:
         return self.operation.payload is not None and self.tensor.equal(self.operation.payload)
 
     def deliver(self) -> None:
-        """Copy what was sent."""
+        """Copy the bytes that were sent."""
         if not self.sends and self.operation.payload is not None:
             self.tensor.copy_(self.operation.payload)
 
@@ -174,7 +174,7 @@ class _Operation:
     payload: torch.Tensor | None = None
     """A copy of the bytes, from the moment at which the source began."""
     complete: bool = False
-    """Whether every rank has got to it."""
+    """True once every rank has reached the operation."""
 
     def __str__(self) -> str:
         what = f"{self.kind} {self.number} of {self.nbytes} bytes from rank {self.source}"
@@ -185,18 +185,18 @@ class _Operation:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that have not begun it."""
+        """Ranks that have not begun the operation."""
         return [rank for rank in self.ranks if rank not in self.begun_by]
 
 
 class _Group:
-    """What the ranks share; callers hold the lock.
+    """State that the ranks share; callers hold the lock.
 
     The order of operations is NCCL's: a rank's operations run in the order in which it began them;
     a broadcast runs when it is every rank's turn, a message when it is that of both its ranks.
 
     Args:
-        size: How many ranks.
+        size: Number of ranks.
         timeout_s: See `memory_group`.
     """
 
@@ -207,7 +207,7 @@ class _Group:
         self._under_way: list[list[MemoryPending]] = [[] for _ in range(size)]
         self._queues: list[deque[_Operation]] = [deque() for _ in range(size)]
         self._counts: list[Counter[object]] = [Counter() for _ in range(size)]
-        # Those that not every rank has got to.
+        # Operations that not every rank has reached.
         self._open: dict[object, _Operation] = {}
         self._closed: set[int] = set()
         self._fault: str | None = None
@@ -249,7 +249,7 @@ class _Group:
                 self._check_whole(pending.rank)
                 self._fail(pending.rank, self._why_late(pending.operation))
         if pending not in under_way:
-            # Its rank was closed meanwhile.
+            # The rank was closed meanwhile.
             self._check_whole(pending.rank)
             return
         under_way.remove(pending)
@@ -274,7 +274,7 @@ class _Group:
             self._fail(rank, f"closed while others wait for it in {', '.join(awaited)}")
 
     def break_up(self, fault: str) -> None:
-        # What broke it first is the reason; all else follows from that.
+        # The first fault is the cause; later faults follow from it.
         self._fault = self._fault or fault
         self.lock.notify_all()
 
@@ -327,7 +327,7 @@ class _Group:
                 "contiguous",
             )
         for other in self._under_way[rank]:
-            # Two operations may read the same memory, not more.
+            # Operations may share memory only if both read it.
             if other.overlaps(tensor) and (receives or not other.sends):
                 self._fail(
                     rank,

@@ -14,7 +14,7 @@ Subclass it in a test module of your own::
 
 The connector is served by the mini engine: a real scheduler, a small model whose keys and values
 have the same bits whether they were computed or loaded, and metadata that travels as plain data.
-Tests cannot be overridden; those that the connector may fail are stated, each with its reason::
+Tests cannot be overridden; state the tests that the connector may fail, each with its reason::
 
         expected_failures = {"test_something_is_loaded": "it only ever saves"}
 """
@@ -101,7 +101,7 @@ FOLLOWING = (
     "handle_preemptions",
     "on_new_request",
 )
-"""Methods that precede another one: a change of weights before that one is enough."""
+"""Methods that precede another method: a change of weights before the latter is enough."""
 PARTICULARS = {
     "salt": ("cache_salt", "tenant-1", "tenant-2"),
     "adapter": (
@@ -109,7 +109,7 @@ PARTICULARS = {
         SimpleNamespace(lora_name="one", lora_int_id=1, lora_path="/adapters/one"),
         SimpleNamespace(lora_name="two", lora_int_id=2, lora_path="/adapters/two"),
     ),
-    # As vLLM has them: placeholder tokens stand in the prompt, what they stand for is named here.
+    # As in vLLM: the prompt has placeholder tokens, and the media that they stand for are here.
     "media": (
         "mm_features",
         [SimpleNamespace(identifier="image one", mm_position=SimpleNamespace(offset=0, length=9))],
@@ -139,7 +139,7 @@ class ConnectorConformance(ConformanceKit):
     """``store``: a request loads what any request with the same prefix has saved. ``transfer``: a
     request loads what the request named by its ``kv_transfer_params`` has computed."""
     is_shared: ClassVar[bool] = False
-    """Whether instances share a store."""
+    """True if instances share a store."""
     options: ClassVar[dict[str, Any]] = {}
     """The connector's options."""
     prefill_params: ClassVar[dict[str, Any]] = {"do_remote_decode": True}
@@ -151,9 +151,9 @@ class ConnectorConformance(ConformanceKit):
     module_path: ClassVar[str | None] = None
     """Module of a connector whose name is registered nowhere."""
     in_processes: ClassVar[bool] = True
-    """Whether a fresh process finds the connector by its name."""
+    """True if a fresh process finds the connector by its name."""
     exhaustive: ClassVar[bool] = False
-    """Whether to change the weights before every single call, which takes minutes."""
+    """True: change the weights before every single call, which takes minutes."""
     smoke_test = "test_one_prompt_is_served"
 
     def options_in(self, folder: Path) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class ConnectorConformance(ConformanceKit):
     def damage(self, bed: ConnectorTestBed) -> bool:
         """Damage all saved blocks.
 
-        Override it, and return True; False: they cannot be reached.
+        Override it, and return True; False: the blocks cannot be reached.
 
         Args:
             bed: ``producer.workers[0].side`` is the worker side that has saved them, and
@@ -199,7 +199,7 @@ class ConnectorConformance(ConformanceKit):
     @pytest.fixture
     def weights(self) -> Iterator[LocalWeights]:
         """Provide the weights of all instances of a test."""
-        # A model of an earlier test would change their name as soon as the collector finds it.
+        # The collection of an earlier test's model would change the name of these weights.
         process_weights.begin_anew()
         weights = LocalWeights(0)
         yield weights
@@ -356,8 +356,8 @@ class ConnectorConformance(ConformanceKit):
     )
     def test_preempted_requests(self, make_bed: MakeBed) -> None:
         """Blocks of a preempted request are given to others while the connector works on them."""
-        # Requests begin with two blocks each and end with three. The first one that needs a third
-        # block preempts the last one, in the middle of a block.
+        # Requests begin with two blocks each and end with three. The first request that needs a
+        # third block preempts the last one, in the middle of a block.
         prompts = [
             prompt[: 2 * BLOCK_SIZE - 5 - 2 * number]
             for number, prompt in enumerate(some_prompts(6))
@@ -510,9 +510,9 @@ class ConnectorConformance(ConformanceKit):
 
     @usually("build_connector_meta() does not forget what it has returned")
     def test_metadata_is_not_repeated(self, bed: ConnectorTestBed) -> None:
-        """Building metadata again without new work, or after all work, gives that of an idle step.
+        """Metadata built again without new work, or after all work, equals that of an idle step.
 
-        The connector may have to know its peers first, so what is idle is seen after a transfer.
+        The connector may have to know its peers first, so idle metadata is taken after a transfer.
         """
         first, prompt = some_prompts(2)
         bed.transfer(first)
@@ -608,7 +608,7 @@ class ConnectorConformance(ConformanceKit):
         """Worker metadata adds up to the same in any order and grouping."""
 
         def aggregated(metas: Sequence[Any]) -> Any:
-            # Made anew each time: the first one may be changed.
+            # Made anew each time: the first operand may be changed.
             made = map(deserialize, metas)
             return serialize(functools.reduce(lambda one, other: one.aggregate(other), made))
 
@@ -648,7 +648,7 @@ class ConnectorConformance(ConformanceKit):
         bed.consumer.clear_cache()
         request = bed.submit_to_consumer(prompt, params)
         plan = _plan_of(bed, bed.consumer, request)
-        # The weights are the same again, but not those that the plan was made under.
+        # The weights are equal again, but their version is not the one of the plan.
         bed.weights.change(1, 0)
         bed.consumer.execute(plan)
         bed.run(request)
@@ -659,7 +659,7 @@ class ConnectorConformance(ConformanceKit):
 
     @usually("get_finished() names requests that were saved, or all of a step, as received")
     def test_requests_without_loads_are_not_reported(self, bed: ConnectorTestBed) -> None:
-        """Prompts shorter than a block, and prompts that were never saved."""
+        """Prompts shorter than a block, or never saved, are not reported."""
         for prompt in ([1, 2, 3], *some_prompts(1, seed=5)):
             request = bed.submit_to_consumer(prompt, None)
             bed.run(request)
@@ -669,7 +669,7 @@ class ConnectorConformance(ConformanceKit):
 
     @usually("get_stats() returns text or objects, or that a counter starts again")
     def test_stats_are_numbers_and_counters_rise(self, bed: ConnectorTestBed) -> None:
-        """Statistics are names and numbers; those that end in ``_total`` never fall."""
+        """Statistics are names and numbers; counters, which end in ``_total``, never fall."""
         before: dict[str, float] = {}
         for prompt in some_prompts(3):
             bed.transfer(prompt)
@@ -690,7 +690,7 @@ class ConnectorConformance(ConformanceKit):
             passed.append(serialize(vars(output)))
             for each in (passed[-1], passed[-1], *drawn.sample(passed, min(3, len(passed)))):
                 own(KVConnectorOutput(**deserialize(each)))
-            # The notice of this step comes last: the latest worker metadata is what holds.
+            # The notice of this step comes last: the latest worker metadata is the valid one.
             own(output)
 
         for instance in bed.instances:
@@ -784,7 +784,7 @@ class ConnectorConformance(ConformanceKit):
         "which makes the step count"
     )
     def test_step_with_late_load_errors_saves_nothing(self, bed: ConnectorTestBed) -> None:
-        """All layers were computed, from blocks that turned out to be wrong."""
+        """The step has computed its layers from blocks that turn out to be wrong."""
         request, plan = _planned(bed)
         # Other tokens stand for wrong blocks: the layers compute wrong keys and values.
         spans = [
@@ -940,7 +940,7 @@ class ConnectorConformance(ConformanceKit):
         params = bed.produce(prompt)
         for seed in (1, 2):
             bed.weights.change(seed)
-            # First the scheduler does not know of the change when it looks up; then it does.
+            # Seed 1: the scheduler looks up before it knows of the change; seed 2: after.
             for _ in range(seed - 1):
                 bed.step()
             before = bed.num_loaded
@@ -965,7 +965,7 @@ class ConnectorConformance(ConformanceKit):
             bed.consume(prompt, params)
             assert bed.num_loaded == 0
             params = bed.produce(prompt)
-        # An instance with the first weights shares the first one's blocks, if instances share.
+        # An instance with the first weights shares the first instance's blocks, if `is_shared`.
         weights.change(seeds[0])
         bed = make_bed()
         bed.consume(prompt)
@@ -979,7 +979,7 @@ class ConnectorConformance(ConformanceKit):
     def test_weights_change_within_a_request(
         self, make_bed: MakeBed, seeds: tuple[int, ...]
     ) -> None:
-        """Blocks of such a request are of the old weights, of the new ones, and of both."""
+        """Blocks of the request are of the old weights, of the new ones, and of both."""
         bed = make_bed(CHUNKED)
         for num_steps, prompt in enumerate(some_prompts(6), start=1):
             bed.weights.change(0)
@@ -1010,14 +1010,14 @@ class ConnectorConformance(ConformanceKit):
             planned = list(request.block_ids[: request.num_external_tokens // BLOCK_SIZE])
             bed.consumer.execute(plan)
             bed.run(request)
-            # Nothing of it had been computed, so it began anew under the new weights.
+            # Nothing of the request had been computed, so it began anew under the new weights.
             bed.consumer.check(request)
             assert bed.consumer.load_errors().issuperset(planned), "they were loaded"
             _consume_under(bed, prompt, params, seeds[-1], 1, 0)
 
     @usually("the worker's side compares weights once in a step; they may change before each call")
     def test_weights_change_between_calls(self, make_bed: MakeBed) -> None:
-        """Once before each kind of call of either side, while a prompt is produced and consumed."""
+        """The weights change once before each kind of call of either side during a transfer."""
         bed = make_bed(CHUNKED)
         moments = _moments(bed)
         # A side has something to do before its second call, where there is one.
@@ -1034,7 +1034,7 @@ class ConnectorConformance(ConformanceKit):
     def test_weights_change_before_every_call(
         self, make_bed: MakeBed, seeds: tuple[int, ...]
     ) -> None:
-        """Before every single call. Needs `exhaustive`."""
+        """The weights change before every single call. Needs `exhaustive`."""
         if not self.exhaustive:
             pytest.skip("exhaustive is not set: this takes minutes")
         bed = make_bed(CHUNKED)
@@ -1046,7 +1046,7 @@ class ConnectorConformance(ConformanceKit):
     @usually("shutdown() uses what register_kv_caches() or a first request makes")
     @pytest.mark.parametrize("role", KVConnectorRole)
     def test_shutdown_before_use(self, tmp_path: Path, role: KVConnectorRole) -> None:
-        """Twice, before caches are registered."""
+        """A side may shut down twice before caches are registered."""
         side = self._settings(EngineConfig(), tmp_path).make_connector(role)
         assert side is not None
         for _ in range(2):
@@ -1054,7 +1054,7 @@ class ConnectorConformance(ConformanceKit):
 
     @usually("a second shutdown() uses what the first one has dropped")
     def test_shutdown_is_idempotent(self, bed: ConnectorTestBed) -> None:
-        """On either side, in either order."""
+        """Sides may shut down twice, in either order."""
         bed.transfer(some_prompts(1)[0])
         for instance in bed.instances:
             for recorded in (*instance.sides, *reversed(instance.sides)):
@@ -1084,7 +1084,7 @@ class ConnectorConformance(ConformanceKit):
     def test_shutdown_leaves_nothing(
         self, tmp_path: Path, weights: LocalWeights, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """No thread, descriptor, memory, or file but where the options say."""
+        """No thread, descriptor or memory is left, and no file but where the options say."""
         elsewhere = tmp_path / "elsewhere"
         elsewhere.mkdir()
         monkeypatch.chdir(elsewhere)
@@ -1105,7 +1105,7 @@ class ConnectorConformance(ConformanceKit):
             finally:
                 bed.close()
 
-        # A process may make something once and keep it, such as a pool of threads.
+        # A process may create resources once and keep them, such as a pool of threads.
         live()
         leftovers = Leftovers()
         live()
@@ -1157,7 +1157,7 @@ class ConnectorConformance(ConformanceKit):
     def test_instances_with_other_weights_share_nothing(
         self, start: Callable[..., Instance]
     ) -> None:
-        """Over one store, in both orders; instances with equal weights share it."""
+        """Instances share blocks of one store only with equal weights, in both orders."""
         one, other = start("one", 1), start("other", 1, 1)
         instances = [(one, other), (other, one)]
         instances += [(one, start("equal", 1))] if self._has_consumer() else []
@@ -1264,7 +1264,7 @@ class RecordedInstance(MiniEngine):
 
     @property
     def sides(self) -> list[RecordedSide]:
-        """All sides of the connector."""
+        """Sides of the connector: of the scheduler, and of every rank."""
         return [self.scheduler_side, *self.workers]
 
     @property
@@ -1391,7 +1391,7 @@ class ConnectorTestBed:
 
     @property
     def sides(self) -> list[RecordedSide]:
-        """All sides of the connector in all instances."""
+        """Sides of the connector in all instances."""
         return [side for instance in self.instances for side in instance.sides]
 
     @property
@@ -1413,7 +1413,7 @@ class ConnectorTestBed:
     def consume(self, prompt: list[int], params: dict[str, Any] | None = None) -> Request:
         """Serve a prompt on the consumer, and check it.
 
-        The own prefix cache of each instance is emptied first: blocks that are free are others'.
+        The prefix cache of each instance is emptied first, as if others had taken its free blocks.
         """
         for instance in self.instances:
             instance.clear_cache()
@@ -1440,7 +1440,7 @@ class ConnectorTestBed:
         while not all(request.state in OVER for request in requests):
             self.step()
             deadline.check("requests of this test")
-        # The connector is told of their end in the steps that follow.
+        # The connector learns of the end of requests in the steps that follow.
         self.step()
         self.step()
         # A transfer may hold blocks for a consumer that is yet to come.
@@ -1464,7 +1464,7 @@ class ConnectorTestBed:
             self.step()
 
     def params_of(self, request: Request) -> dict[str, Any] | None:
-        """Return the consumer's parameters as a router passes them on, which is as JSON."""
+        """Return the consumer's parameters as a router passes them on: through JSON."""
         if self.prefill_params is None:
             return None
         params: dict[str, Any] = msgspec.json.decode(
@@ -1584,14 +1584,14 @@ def _moments(bed: ConnectorTestBed) -> list[Moment]:
 
 
 def _change_at(bed: ConnectorTestBed, moment: Moment, seeds: tuple[int, ...], number: int) -> None:
-    """Change the weights before one call, and check what was saved around it."""
+    """Change the weights before one call, and check the blocks saved around it."""
     if bed.weights.seed:
         bed.weights.change(0)
     prompt = some_prompts(1, seed=1000 + number)[0]
     params = _transfer_and_notify(
         bed, prompt, lambda now: bed.weights.change(*seeds) if now == moment else None
     )
-    # There and back, whatever was saved is of the weights of now, or wrong.
+    # After a change there and back, saved blocks are of the present weights, or wrong.
     _consume_under(bed, prompt, params, *dict.fromkeys((seeds[-1], 0)))
 
 

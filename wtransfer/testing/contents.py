@@ -33,7 +33,7 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torc
     Floats may be NaN or infinite: every pattern of bits has to travel.
 
     Args:
-        dtype: Any that travels.
+        dtype: Any wire dtype.
         shape: Any, also ``()`` and with zeros.
         seed: Any integer.
     """
@@ -41,7 +41,7 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torc
     tensor = torch.empty(shape, dtype=dtype)
     as_bytes = tensor.view(-1).view(torch.uint8)
     end = 2 if dtype is torch.bool else 256
-    # Drawn by the host, so that it is the same everywhere.
+    # Drawn on the host, so that the bits are the same on every device.
     drawn = torch.randint(
         0, end, as_bytes.shape, generator=generator, dtype=torch.uint8, device="cpu"
     )

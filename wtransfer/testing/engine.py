@@ -9,8 +9,8 @@ Subclass it in a test module of your own::
         engine = "mine"
 
 A publisher and its workers run in this process, with the engine between them, so an engine needs
-neither a second process nor a second host to be tested. Tests cannot be overridden; those that the
-engine may fail are stated, each with its reason::
+neither a second process nor a second host to be tested. Tests cannot be overridden; state the tests
+that the engine may fail, each with its reason::
 
         expected_failures = {
             "test_empty_and_scalar_tensors_arrive": "my transport has no 0-dim tensors",
@@ -56,19 +56,19 @@ BIG_NBYTES = 24 * 2**20 + 4
 NUM_SMALL = 2000
 """Number of small tensors."""
 NUM_LATE = 128
-"""Number of tensors for a worker that begins late; they are more than a few small slots take."""
+"""Number of tensors for a worker that begins late: more than a few small slots take."""
 LATE_TENSOR_NBYTES = 2**17
 """Bytes of each of them."""
 SLOW_TENSOR_MS = 2.0
 """Time per small tensor above which the kit prints a line."""
 LATE_S = 0.2
-"""How much later than the others a worker begins, and how long it takes over its first tensor."""
+"""Delay of a late worker, and the time that its first tensor takes, in seconds."""
 UNBLOCKED_WITHIN_S = 1.0
 """Time that an engine gets to return after ``abort_weight_update``, as in a round."""
 STRANGER_READS = 1 << 20
 """Most bytes that a stranger reads at a time."""
 STRANGER_FDS = 64
-"""Most descriptors that it accepts with them."""
+"""Most descriptors that a stranger accepts with them."""
 
 
 class EngineConformance(ConformanceKit):
@@ -83,7 +83,7 @@ class EngineConformance(ConformanceKit):
     options: ClassVar[dict[str, Any]] = {}
     """Options of the trainer side."""
     device: ClassVar[str] = "cpu"
-    """Where the trainer's tensors lie, and the workers', as ``torch.device`` takes it."""
+    """Device of the trainer's and the workers' tensors, as ``torch.device`` takes it."""
     deadline_s: ClassVar[float] = 10.0
     """Bound on every wait, in seconds. Raise it for engines that start slowly."""
 
@@ -95,7 +95,7 @@ class EngineConformance(ConformanceKit):
         """Return the options of one publisher; override it where two cannot have the same.
 
         Args:
-            number: Of the publisher, from 0, among those of a test.
+            number: Index of the publisher among those of a test.
         """
         return self.options
 
@@ -141,7 +141,7 @@ class EngineConformance(ConformanceKit):
             return made
 
         yield make
-        # Fixtures live on for a while, and what fleets know would, too.
+        # Fixtures live on for a while, and would keep everything that fleets refer to.
         while fleets:
             fleets.pop().close()
 
@@ -168,7 +168,7 @@ class EngineConformance(ConformanceKit):
         "a loop over bytes skips tensors of none, or that a shape of no dimensions becomes `(1,)`"
     )
     def test_empty_and_scalar_tensors_arrive(self, fleet: MakeFleet) -> None:
-        """Tensors without dimensions, and without elements."""
+        """Tensors without dimensions, and tensors without elements, arrive."""
         source = {
             "scalar": torch.tensor(7.0),
             "empty": torch.empty(0),
@@ -189,14 +189,14 @@ class EngineConformance(ConformanceKit):
 
     @usually("a list, queue or message has a bound, at which tensors are dropped")
     def test_many_small_tensors_arrive(self, fleet: MakeFleet) -> None:
-        """More tensors than buffers and messages; what each costs is said where it is much."""
+        """More tensors than buffers and messages arrive; a high cost per tensor is printed."""
         made = fleet({f"layer.{i}": torch.full((i % 7,), float(i)) for i in range(NUM_SMALL)})
         start = time.monotonic()
         _round_trip(made)
         cost_ms = (time.monotonic() - start) * 1e3 / NUM_SMALL
         self._item.user_properties.append(("ms_per_small_tensor", cost_ms))
         if cost_ms > SLOW_TENSOR_MS:
-            # Not a warning: those are errors in many projects, and a slow machine is none.
+            # Not a warning: many projects turn warnings into errors, and slowness is no error.
             note = (
                 f"{type(self).__name__}: a small tensor takes {cost_ms:.1f} ms, more than "
                 f"{SLOW_TENSOR_MS:g} ms: send tensors in buckets"
@@ -253,7 +253,7 @@ class EngineConformance(ConformanceKit):
     def test_worker_that_begins_late_gets_the_same(
         self, fleet: MakeFleet, worker_cls: type, twin_cls: type
     ) -> None:
-        """A trainer that runs ahead overwrites what one of its workers has not read."""
+        """A trainer that runs ahead overwrites bytes that one of its workers has not read."""
         watch = _Watch()
         source = {
             f"layer.{i}": torch.arange(i, i + LATE_TENSOR_NBYTES // 4, dtype=torch.int32)
@@ -269,7 +269,7 @@ class EngineConformance(ConformanceKit):
         "`resend(client)` sends nothing, or to `self.client`; leave it out if weights are not kept"
     )
     def test_a_late_joiner_gets_the_current_version(self, fleet: MakeFleet, twin_cls: type) -> None:
-        """It arrives at once if the trainer can ``resend``, else with the next round."""
+        """The version arrives at once if the trainer can ``resend``, else with the next round."""
         source = _model()
         made = fleet(source)
         made.join()
@@ -436,7 +436,7 @@ class EngineConformance(ConformanceKit):
     ) -> None:
         """Peers without a token dial before the workers: one is silent, one sends noise.
 
-        They dial TCP and Unix sockets, and look into the files whose descriptors they are given.
+        The peers dial TCP and Unix sockets, and read the files whose descriptors they are given.
         """
         watch = _Watch()
         source = {"weight": random_tensor(torch.float32, (64, 64), seed=5)}
@@ -454,7 +454,7 @@ class EngineConformance(ConformanceKit):
 
     def _check_leaves_nothing(self, live: Callable[[], None]) -> None:
         """Check that a life of a fleet, its end included, leaves nothing in the process."""
-        # A process may make something once and keep it, such as a pool of threads.
+        # A process may create resources once and keep them, such as a pool of threads.
         live()
         leftovers, processes = Leftovers(), set(descendants())
         live()
@@ -479,7 +479,7 @@ class EngineConformance(ConformanceKit):
         "sockets, files and memory"
     )
     def test_shutdown_leaves_nothing(self, fleet: MakeFleet) -> None:
-        """No thread, process, descriptor or shared memory, within `ends_within_s`."""
+        """Threads, processes, descriptors and shared memory are gone within `ends_within_s`."""
 
         def live() -> None:
             made = fleet(_model())
@@ -540,7 +540,7 @@ class EngineConformance(ConformanceKit):
     def test_memory_is_not_written_after_it_was_delivered(
         self, fleet: MakeFleet, worker_cls: type
     ) -> None:
-        """An engine that declares so is believed: its tensors are digested on arrival only."""
+        """An engine that declares this is trusted: its tensors are digested on arrival only."""
         if vars(worker_cls).get("writes_after_return", True):
             return
         source = _model()
@@ -555,7 +555,7 @@ class EngineConformance(ConformanceKit):
             staged = pending.held.tensors
             assert staged is not None
             assert contents(staged) == contents(source), "it wrote before the vote"
-            # A transfer that goes on has this long to show.
+            # A transfer that goes on shows within this time.
             time.sleep(LATE_S)
             assert contents(staged) == contents(source), "it wrote after the vote"
             made.finish(round_)
@@ -575,7 +575,7 @@ class EngineConformance(ConformanceKit):
     @usually("`parse_init_info` or `parse_update_info` is overridden; the base class has both")
     @pytest.mark.parametrize("what", ["init_info", "update_info"])
     def test_infos_that_do_not_fit_are_refused(self, worker_cls: type, what: str) -> None:
-        """The error has the text that vLLM's has."""
+        """The error has the text of vLLM's."""
         worker = _worker(worker_cls)
         parse = getattr(worker, f"parse_{what}")
         expected = f"^Invalid {what} for {worker_cls.__name__}: "
@@ -601,13 +601,13 @@ class EngineConformance(ConformanceKit):
 
 
 class _Watch:
-    """Sees when an engine's calls begin and end, in both sides' classes."""
+    """Records the begin and end of an engine's calls, in both sides' classes."""
 
     def __init__(self) -> None:
         self.fails_first = False
-        """Whether the next ``receive_weights`` of the second worker fails at once."""
+        """True if the next ``receive_weights`` of the second worker is to fail at once."""
         self.is_late = False
-        """Whether the next ``receive_weights`` of the second worker begins late."""
+        """True if the next ``receive_weights`` of the second worker is to begin late."""
         self.on_receive: Callable[[], None] = lambda: None
         """Called before a worker dials."""
         self.receiving: list[Any] = []
@@ -691,14 +691,14 @@ class _Strangers:
                 for noise in (b"", b"GET / HTTP/1.1\r\n\r\n" * 8):
                     peer = self._stack.enter_context(socket.socket(family, kind))
                     peer.settimeout(5)
-                    # It is closed by now, or turns a stranger away at once.
+                    # The listener is closed by now, or turns a stranger away at once.
                     with contextlib.suppress(OSError):
                         peer.connect(address)
                         self.sockets.append(peer)
                         peer.sendall(noise)
 
     def check(self, weights: bytes) -> None:
-        """Fail if any was sent these bytes, or a descriptor of what contains them."""
+        """Fail if a peer was sent these bytes, or a descriptor of a file with them."""
         for peer in self.sockets:
             peer.settimeout(0.05)
             received = b""
@@ -718,13 +718,13 @@ class _Strangers:
 
 
 def _listening() -> set[tuple[int, int, Any]]:
-    """Return where this process listens: family, type and an address that reaches it."""
+    """Return family, type and a reachable address of each listening socket of this process."""
     found: set[tuple[int, int, Any]] = set()
     for file in Path("/proc/self/fd").iterdir():
-        # One is closed meanwhile, others are no sockets.
+        # A descriptor may be closed meanwhile, or be no socket.
         with contextlib.suppress(OSError), _socket_of(int(file.name)) as own:
             if own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                # The address that means all of them reaches this host, too.
+                # A wildcard address reaches this host, too.
                 found.add((own.family, own.type, own.getsockname()))
     return found
 
@@ -733,7 +733,7 @@ def _socket_of(fd: int) -> socket.socket:
     """Return another object of a socket.
 
     Raises:
-        OSError: It is none.
+        OSError: The descriptor is no socket.
     """
     own = os.dup(fd)
     try:
@@ -744,7 +744,7 @@ def _socket_of(fd: int) -> socket.socket:
 
 
 def _contains(fd: int, sought: bytes) -> bool:
-    """Return whether a file contains these bytes; what cannot be read by place does not."""
+    """Return whether a file contains these bytes; False if it cannot be read at an offset."""
     offset, tail = 0, b""
     with contextlib.suppress(OSError):
         while part := os.pread(fd, STRANGER_READS, offset):
@@ -762,7 +762,7 @@ def _in_time(is_so: Callable[[], bool]) -> bool:
 
 
 def _print_line(config: pytest.Config, line: str) -> None:
-    """Print a line in the terminal of the run; one without a terminal has the property alone."""
+    """Print a line in the terminal of the run; without a terminal, print nothing."""
     terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
     capture: Any = config.pluginmanager.get_plugin("capturemanager")
     if terminal is not None and capture is not None:
@@ -820,7 +820,7 @@ def _publish(fleet: Fleet, version: str) -> None:
 
 
 def _error_of(fleet: Fleet, version: str) -> str:
-    """Run a round that has to fail, and return "it ended with", or that it was committed."""
+    """Run a round that has to fail; return "it ended with ..." or "it was committed"."""
     try:
         fleet.publish(version)
     except WTransferError as error:

@@ -1,7 +1,7 @@
 """In-memory backends: the smallest engine, connector, spec and tier that keep each promise.
 
-They are fakes in that both sides must live in one process, and real otherwise: the kits pass on
-them. Read the one of your kind before you write a backend; break it to test a kit.
+Fakes only in that both sides must live in one process: the kits pass on them. Read the fake of
+your kind before you write a backend; break it to test a kit.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _SENT: dict[str, dict[str, torch.Tensor]] = {}
 
 @dataclass
 class MemoryInitInfo(WeightTransferInitInfo):
-    """Where the trainer's tensors are."""
+    """Location of the trainer's tensors."""
 
     shelf: str
     """Key in this process's dictionary of sent tensors."""
@@ -68,10 +68,10 @@ class MemoryInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class MemoryUpdateInfo(WeightTransferUpdateInfo):
-    """Which tensors were sent."""
+    """Names of the tensors that were sent."""
 
     names: list[str] = field(default_factory=list)
-    """Their names."""
+    """Names of the tensors."""
 
 
 class MemoryTrainerEngine(TrainerWeightTransferEngine[TrainerInitInfo]):
@@ -178,7 +178,7 @@ class MemoryTierWorker(OffloadingWorker):
         self.jobs: dict[int, Future[int]] = {}
         """Jobs that `get_finished` has not returned."""
         self.num_bytes = 0
-        """Copied so far, both ways."""
+        """Bytes copied so far, both ways."""
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Any) -> bool:
         """Begin to copy blocks into the dictionary; the model computes meanwhile."""
@@ -313,7 +313,7 @@ class MemoryTier(Tier):
         self.kept = self.shelves[options.get("shelf", "")]
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return which keys are kept."""
+        """Return for each key whether a value is kept."""
         return [key in self.kept for key in keys]
 
     def put(self, key: bytes, data: memoryview) -> None:
@@ -321,7 +321,7 @@ class MemoryTier(Tier):
         self.kept[key] = bytes(data)
 
     def get(self, key: bytes, into: memoryview) -> bool:
-        """Copy what is kept, if it has this length."""
+        """Copy the value that is kept, if it has this length."""
         return self.fill(into, self.kept.get(key))
 
     def remove(self, keys: Sequence[bytes]) -> None:
@@ -363,7 +363,7 @@ class MemoryMetadata(KVConnectorMetadata):
 
     loads: list[Item] = field(default_factory=list)
     saves: list[Item] = field(default_factory=list)
-    """Saved once the step has computed them."""
+    """Blocks to save once the step has computed them."""
 
 
 class MemoryScheduler(ConnectorScheduler):

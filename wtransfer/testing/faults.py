@@ -1,6 +1,6 @@
 """Fault injection: make an engine fail at a chosen tensor on a chosen worker.
 
-Tests what a publisher and its workers do when your engine, or a built-in one, misbehaves::
+Tests the reaction of a publisher and its workers when your engine, or a built-in one, misbehaves::
 
     faults = Faults()
     WeightTransferEngineFactory.register_engine("shaky", faults.wrap("shm"))
@@ -55,13 +55,13 @@ class Fault:
     action: Spoil | Break
     """The damage or failure."""
     tensor: int = 0
-    """At which tensor of the round, counted from 0 in the order in which the engine moves them."""
+    """Index of the tensor at which to fire, from 0 in the order in which the engine moves them."""
     worker: int | None = None
-    """On which worker, by its ``data_parallel_index``; None: the first one that gets there."""
+    """``data_parallel_index`` of the worker; None: the first worker that reaches the tensor."""
     side: Literal["worker", "trainer"] = "worker"
-    """Where the engine breaks. Tensors can be spoiled on workers only."""
+    """Side on which the engine breaks. Tensors can be spoiled on workers only."""
     bit: int = 0
-    """Which bit to flip, from the least significant one of the first byte."""
+    """Index of the bit to flip, from the least significant one of the first byte."""
 
     def __post_init__(self) -> None:
         if self.side == "trainer" and self.action in SPOILS:
@@ -73,7 +73,7 @@ class Faults:
 
     def __init__(self) -> None:
         self.fired: list[Fault] = []
-        """Faults that have fired, in order: the witness that a test tested something."""
+        """Faults that have fired, in order: evidence that a test has injected anything."""
         self._armed: list[Fault] = []
         self._lock = threading.Lock()
         self._released = threading.Event()
@@ -186,7 +186,7 @@ class _Stream:
             elif fault is None:
                 yield name, tensor
             elif fault.action in ("swap", "duplicate"):
-                # Its partner may come in a later call, when the engine has reused its memory.
+                # The partner may come in a later call, when the engine has reused this memory.
                 self._held = fault, name, tensor.clone()
             elif fault.action in _SPOILED:
                 yield from _SPOILED[fault.action](name, tensor, fault)

@@ -118,7 +118,7 @@ class Fleet:
         Raises:
             WTransferError: As `Publisher.publish`.
         """
-        # A round waits until a worker that is catching up has done so; that takes steps, too.
+        # A round waits for a worker that is catching up, which takes steps, too.
         with ThreadPoolExecutor(1) as pool:
             beginning = pool.submit(self.publisher.publish, version, wait=False)
             while not beginning.done():
@@ -138,8 +138,8 @@ class Fleet:
     def step(self) -> None:
         """Let every worker commit what it has, as its model would between two steps.
 
-        All at the same time: the ranks of one instance wait for each other. Where one waits for
-        another that had seen nothing yet, the other steps again.
+        Workers step at the same time: the ranks of one instance wait for each other. Where a rank
+        waits for one that had received nothing yet, the latter steps again.
         """
         running = {member: self._start_step(member) for member in self.members}
         while not _joined(running.values(), _RANK_PATIENCE_S):
@@ -154,7 +154,7 @@ class Fleet:
         with contextlib.ExitStack() as stack:
             stack.callback(self.publisher.close)
             while self.members:
-                # A model that adopted shared memory holds it for as long as it is known.
+                # A model that adopted shared memory holds it for as long as it is referenced.
                 stack.callback(self.members.pop().session.close)
 
     def __enter__(self) -> Self:
@@ -185,7 +185,7 @@ class Fleet:
 
 
 def _joined(threads: Iterable[threading.Thread], timeout_s: float) -> bool:
-    """Wait for all threads, but not for long; return whether they have ended."""
+    """Wait for all threads, at most `timeout_s`; return whether they have ended."""
     deadline = Deadline(timeout_s)
     for thread in threads:
         thread.join(deadline.remaining())

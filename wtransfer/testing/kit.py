@@ -41,11 +41,11 @@ SPECIAL_HINTS = {
     "buffer is not writable": "the memory of a tensor must be writable: map shared files with "
     "mmap.ACCESS_COPY or ACCESS_WRITE",
 }
-"""By what an error says: hints that come in the place of the test's own."""
+"""Text within an error -> hint that replaces the test's own."""
 
 
 def usually(hint: str) -> Callable[[Test], Test]:
-    """Add to every failure of a kit's test what it usually means.
+    """Add the usual cause to every failure of a kit's test.
 
     Args:
         hint: Ends the sentence "Usually this means that ...".
@@ -76,7 +76,8 @@ class ConformanceKit:
 
     A test cannot be overridden; `expected_failures` says which ones a backend may fail. Where a
     kit's smoke test, its first one, fails, the tests after it are skipped: they would fail for the
-    same reason, many of them at the end of a deadline. So are those after the third that hangs.
+    same reason, many of them at the end of a deadline. After the third test that hangs, later tests
+    are skipped as well.
     """
 
     expected_failures: ClassVar[Mapping[str, str]] = {}
@@ -94,7 +95,7 @@ class ConformanceKit:
 
     @pytest.fixture(autouse=True)
     def _skip_after_failed_smoke_test(self, request: pytest.FixtureRequest) -> None:
-        # Of this class alone: subclasses test other backends.
+        # Only for this class: subclasses test other backends.
         if self._smoke_failed is type(self) and request.function.__name__ != self.smoke_test:
             pytest.skip(f"{self.smoke_test} has failed")
         if len(hung := self._hung.get(type(self), [])) >= MAX_HUNG:
@@ -119,16 +120,17 @@ class ConformanceKit:
         try:
             yield
         except Exception:
-            # One that is expected to fail says nothing about the other tests.
+            # A smoke test that is expected to fail says nothing about the other tests.
             if self.smoke_test not in self.expected_failures:
                 cls._smoke_failed = cls
             raise
 
     def __init_subclass__(cls) -> None:
-        """Check what a subclass of a kit makes of the kit's tests.
+        """Check that a subclass overrides no test, and states known tests and reasons.
 
         Raises:
-            TypeError: It overrides one, or expects failures of what is no test, or without reason.
+            TypeError: The subclass overrides a test, or expects a failure of an unknown test, or
+                without a reason.
         """
         super().__init_subclass__()
         kits = [base for base in cls.__mro__[1:] if ConformanceKit in base.__bases__]
@@ -161,7 +163,7 @@ def registered_name(group: str, backend: type | None, kind: str = "") -> str:
     Args:
         group: ``engines``, ``connectors`` or ``specs``.
         backend: The class that a subclass of the kit states.
-        kind: What it is, where the group has several kinds.
+        kind: Kind of the backend, where the group has several.
     """
     kind = kind or group[:-1]
     assert backend is not None, f"state the {kind} or the {kind}_cls that is tested"
@@ -189,7 +191,7 @@ def fallen_counters(before: Mapping[str, float], after: Mapping[str, float]) -> 
 
 @dataclass
 class Report:
-    """What a kit has found of one backend."""
+    """Results of a kit for one backend."""
 
     backend: str
     """Kind and name."""
@@ -200,12 +202,12 @@ class Report:
     skipped: dict[str, str] = field(default_factory=dict)
     """Reasons by test, expected failures among them."""
     notes: list[str] = field(default_factory=list)
-    """What is no failure, such as much time per tensor."""
+    """Findings that are no failures, such as much time per tensor."""
     seconds: float = 0.0
 
     @property
     def ok(self) -> bool:
-        """Whether tests have passed, and none has failed."""
+        """True if tests have passed, and none has failed."""
         return bool(self.passed) and not self.failed
 
     def __str__(self) -> str:
@@ -221,15 +223,15 @@ class Report:
             lines.append(f"skipped {which}: {_indented(text)}")
         return "\n".join([*lines, *self.notes])
 
-    # Hooks of pytest, by which it fills itself.
+    # Hooks of pytest, by which the report fills itself.
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Note what cannot be collected."""
+        """Record an error of the collection."""
         if report.failed:
             self.failed[report.nodeid] = _message(report)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note a test; what fails after its end has failed, too."""
+        """Record a test; a test whose teardown fails has failed, too."""
         name = report.nodeid.split("::", 2)[-1]
         if report.failed:
             earlier = [self.failed[name]] if name in self.failed else []
@@ -256,7 +258,7 @@ def check_engine(
 
     Raises:
         PluginError: No engine has this name, or it cannot be loaded.
-        TypeError: It is another kind of backend, or the kit has no attribute of this name.
+        TypeError: The backend is of another kind, or the kit has no attribute of this name.
     """
     return _check("engine", backend, attributes, options)
 
@@ -306,8 +308,8 @@ def kit_class(
 
     Raises:
         PluginError: No backend has this name, or it cannot be loaded.
-        TypeError: The kit has no attribute of this name, or is the one of another kind; or no
-            backend is given.
+        TypeError: The kit has no attribute of this name, or the backend is of another kind, or
+            missing.
     """
     if not isinstance(backend, str | type):
         raise TypeError(f"name the {kind} that is tested, or give its class, not {backend!r}")
@@ -332,7 +334,7 @@ def kit_class(
     members: dict[str, Any] = {kind: backend}
     if not isinstance(backend, str):
         members = {f"{kind}_cls": backend}
-        # Other processes do not find it.
+        # Other processes do not find the class.
         members |= {"in_processes": False} if "in_processes" in known else {}
     name = backend if isinstance(backend, str) else backend.__qualname__
     members |= {**attributes, "options": dict(options)}
@@ -343,8 +345,8 @@ def kit_class(
 
 
 def _bases() -> dict[str, type]:
-    """Return what a backend of each kind is derived from."""
-    # Only now: this module is imported by kits of one kind as well.
+    """Return the base class of the backends of each kind."""
+    # Imported late: kits of a single kind import this module as well.
     from wtransfer.connectors.interface import KVConnectorBase_V1
     from wtransfer.engines.interface import WeightTransferEngine
     from wtransfer.specs.interface import OffloadingSpec, Tier
@@ -385,7 +387,7 @@ class _Chosen:
         choose(config, [self._made])
 
     def pytest_keyboard_interrupt(self) -> None:
-        """Note it, or a call of ``pytest.exit``."""
+        """Note an interrupt, or a call of ``pytest.exit``."""
         self.is_interrupted = True
 
 
@@ -398,12 +400,12 @@ def _check(
     made = kit_class(kind, backend, attributes or {}, options)
     report = Report(f"{kind} {backend if isinstance(backend, str) else backend.__qualname__}")
     chosen, output = _Chosen(made), io.StringIO()
-    # Neither the settings nor the conftest files of the folder in which the caller is. The plug-in
-    # is named as its entry point is: pytest would refuse to load it under two names.
+    # Use neither the settings nor the conftest files of the caller's folder. The plug-in is named
+    # as its entry point is: pytest would refuse to load it under two names.
     arguments = ["--pyargs", "wtransfer.testing", "-p", "wtransfer", "-p", "no:cacheprovider"]
     arguments += ["-c", os.devnull, f"--rootdir={Path(__file__).parent}", "--noconftest"]
     began = time.perf_counter()
-    # Nor the options of the caller's own runs, of plug-ins that may not be there.
+    # Drop the options of the caller's own runs: their plug-ins may be absent here.
     own = os.environ.pop("PYTEST_ADDOPTS", None)
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
@@ -420,7 +422,7 @@ def _check(
 
 
 def _message(report: pytest.CollectReport | pytest.TestReport) -> str:
-    """Return what a report says, without the code around it."""
+    """Return the message of a report, without the code around it."""
     found: Any = report.longrepr
     if isinstance(found, tuple):
         return str(found[2]).removeprefix("Skipped: ")

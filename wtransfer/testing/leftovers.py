@@ -48,13 +48,13 @@ class Leftovers:
         return found
 
     def check(self, within_s: float = 5.0) -> None:
-        """Fail if there are any, and name each in full.
+        """Fail if there are leftovers, and name each in full.
 
         Args:
             within_s: Longest wait for their release, in seconds.
 
         Raises:
-            AssertionError: Some are left.
+            AssertionError: There are leftovers.
         """
         found = self.found(within_s)
         if found:
@@ -77,8 +77,8 @@ def _held() -> Counter[str]:
 
 
 def _targets(pid: str) -> Iterator[tuple[str, str]]:
-    """Yield what a process has open, and what shared memory it has mapped."""
-    with contextlib.suppress(OSError):  # it has ended, or is not ours to look at
+    """Yield the targets of a process's descriptors, and of its mappings of shared memory."""
+    with contextlib.suppress(OSError):  # the process has ended, or access is denied
         for fd in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 - one of them vanishes
             with contextlib.suppress(OSError):
                 yield "descriptor", str(Path(f"/proc/{pid}/fd/{fd}").readlink())
@@ -88,7 +88,7 @@ def _targets(pid: str) -> Iterator[tuple[str, str]]:
 
 
 def descendants(pid: str = "self") -> Iterator[str]:
-    """Yield the process id of each child of a process, and of theirs."""
+    """Yield the process ids of all descendants of a process."""
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             for child in file.read_text("utf-8").split():
@@ -101,7 +101,7 @@ _opened: set[str] = set()
 
 
 def _opened_name(path: str) -> str:
-    """Return the first part of a path below ``/dev/shm``; nothing of any other path."""
+    """Return the first part of a path below ``/dev/shm``; empty for any other path."""
     return path[len(_SHM) :].split("/", maxsplit=1)[0] if path.startswith(_SHM) else ""
 
 

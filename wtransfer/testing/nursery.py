@@ -1,4 +1,4 @@
-"""What happens inside a zygote: import, then fork on command and report how children end.
+"""Inner half of a zygote: import, then fork on command and report how children end.
 
 The other half, and the reasons, are in `wtransfer.testing.zygote`.
 """
@@ -64,7 +64,7 @@ class Failed(msgspec.Struct, tag="failed"):
     """An import or a fork failed."""
 
     text: str
-    """Why."""
+    """Cause."""
 
 
 class Exited(msgspec.Struct, tag="exited"):
@@ -99,7 +99,7 @@ def main(fd: int, maker: int, preload: list[str]) -> None:
     nursery.tell(Started(os.getpid()))
     job = nursery.serve()
     if job is None:
-        # Children have ended; what the preloaded modules would do at exit concerns nobody.
+        # Children have ended; skip the exit handlers of the preloaded modules.
         os._exit(0)
     sys.exit(_run(job))
 
@@ -125,7 +125,7 @@ class _Nursery:
         self._over = False
         self._maker = os.pidfd_open(maker)
         if os.getppid() != maker:
-            # It ended before the line above, and the descriptor may be of anybody.
+            # The maker ended before the line above: the descriptor may be of another process.
             os._exit(1)
         self._selector = selectors.DefaultSelector()
         self._watch(commands, self._command)
@@ -140,7 +140,7 @@ class _Nursery:
             self._commands.send(_encode(reply))
 
     def serve(self) -> Spawn | None:
-        """Return what to run, in each child; None in the zygote, when it is to end."""
+        """Return the job to run, in each child; None in the zygote, when it is to end."""
         while True:
             for key, _ in self._selector.select():
                 key.data()
@@ -178,7 +178,7 @@ class _Nursery:
         self.tell(Started(pid))
 
     def _close_all(self) -> None:
-        # What a child inherits of these would hide the end of zygote and maker from one another.
+        # A child with these descriptors would hide the end of zygote and maker from one another.
         self._selector.close()
         self._commands.close()
         for fd in [self._maker, *self._children.values()]:
@@ -193,7 +193,7 @@ class _Nursery:
 
     def _end(self) -> None:
         self._over = True
-        # None of these ids can be another's: a child keeps its id until `_reap`.
+        # No id here can be of another process: a child keeps its id until `_reap`.
         for pid in self._children:
             os.kill(pid, signal.SIGKILL)
         for pid in list(self._children):
@@ -203,7 +203,7 @@ class _Nursery:
 def _become_child(zygote: int, job: Spawn) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != zygote:
-        # It was killed before the line above took effect.
+        # The zygote was killed before `prctl` took effect.
         os._exit(1)
     for path, fd in ((job.stdout, 1), (job.stderr, 2)):
         if path is not None:
@@ -213,7 +213,7 @@ def _become_child(zygote: int, job: Spawn) -> None:
 
 
 def _run(job: Spawn) -> int:
-    # Whoever follows the output of a child wants lines when they are written.
+    # A reader that follows a child's output needs each line when it is written.
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     module, _, name = job.target.partition(":")

@@ -9,8 +9,8 @@ Subclass it in a test module of your own::
         policy = "my_package.policy:MyPolicy"
 
 The policy decides the order of eviction; the kit checks that evicted blocks are candidates, and as
-many as were asked for, or none. Tests cannot be overridden; those that the policy may fail are
-stated, each with its reason::
+many as were asked for, or none. Tests cannot be overridden; state the tests that the policy may
+fail, each with its reason::
 
         expected_failures = {"test_lookups_do_not_grow_with_capacity": "it looks at all blocks"}
 """
@@ -44,7 +44,7 @@ NUM_STEPS = 3000
 
 
 class _Key(bytes):
-    """A key that counts how many there are, and how often any is looked up."""
+    """A key that counts the keys alive, and the look-ups of all keys."""
 
     alive = 0
     lookups = 0
@@ -81,7 +81,7 @@ class PolicyConformance(ConformanceKit):
 
     @usually("release() or insert() loses a block, or that an evicted one stays in a list")
     def test_every_candidate_is_evicted_once(self, make: MakePolicy) -> None:
-        """Each once; then no candidate is left."""
+        """Every candidate is evicted once; then none is left."""
         cache = make(CAPACITY)
         keys = _kept(cache, CAPACITY)
         evicted = [_evict(cache, 1)[0] for _ in keys]
@@ -99,7 +99,7 @@ class PolicyConformance(ConformanceKit):
     @usually("evict() names a block twice, or stops at a bound of its own")
     @pytest.mark.parametrize("count", [1, 2, 5, CAPACITY])
     def test_evict_returns_the_count_asked_for(self, make: MakePolicy, count: int) -> None:
-        """All of them different, and none of them named again."""
+        """Evicted blocks are distinct, and are not evicted again."""
         cache = make(CAPACITY)
         keys = _kept(cache, CAPACITY)
         evicted = _evict(cache, count)
@@ -122,7 +122,7 @@ class PolicyConformance(ConformanceKit):
 
     @usually("pin() does not take a block out of the order, or release() does not put it back")
     def test_pinned_blocks_are_evicted_only_after_release(self, make: MakePolicy) -> None:
-        """Until they are released, as often as that happens."""
+        """Pinned blocks are candidates again once they are released, however often."""
         cache = make(CAPACITY)
         keys = _kept(cache, 3)
         for _ in range(3):
@@ -136,7 +136,7 @@ class PolicyConformance(ConformanceKit):
 
     @usually("`protected` is not looked at, or that protected blocks are dropped from the order")
     def test_protected_blocks_are_not_evicted(self, make: MakePolicy) -> None:
-        """In any position; they may be evicted the next time."""
+        """Protected blocks stay, in any position; the next call may evict them."""
         cache = make(CAPACITY)
         keys = _kept(cache, 6)
         protected = {keys[0], keys[3], keys[5]}
@@ -146,7 +146,7 @@ class PolicyConformance(ConformanceKit):
 
     @usually("touch() adds a block and leaves the former entry")
     def test_touch_keeps_candidates(self, make: MakePolicy) -> None:
-        """Each is still one, and only one."""
+        """Touched blocks stay candidates, each once."""
         cache = make(CAPACITY)
         keys = _kept(cache, 4)
         for _ in range(3):
@@ -157,7 +157,7 @@ class PolicyConformance(ConformanceKit):
 
     @usually("remove() looks in one of the policy's lists only")
     def test_removed_blocks_are_not_evicted(self, make: MakePolicy) -> None:
-        """Whether they were candidates, being stored or being loaded."""
+        """Removed blocks stay out: candidates, blocks being stored and blocks being loaded."""
         cache = make(CAPACITY)
         keys = _kept(cache, 4)
         storing = _keys(2)
@@ -170,7 +170,7 @@ class PolicyConformance(ConformanceKit):
 
     @usually("a block that is remembered as evicted is not taken up again")
     def test_evicted_and_removed_blocks_may_return(self, make: MakePolicy) -> None:
-        """After eviction, and after removal."""
+        """Blocks are candidates again when inserted after eviction, or after removal."""
         cache = make(4)
         keys = _kept(cache, 4)
         for _ in range(4):
@@ -186,7 +186,7 @@ class PolicyConformance(ConformanceKit):
 
     @usually("evict() changes its lists before it knows that there are enough candidates")
     def test_refused_eviction_changes_nothing(self, make: MakePolicy) -> None:
-        """After a refusal, a policy behaves like one that was not asked."""
+        """After a refused eviction, a policy behaves like one without the call."""
         asked, other = make(CAPACITY), make(CAPACITY)
         keys = _keys(CAPACITY)
         coming = _keys(CAPACITY)
@@ -210,7 +210,7 @@ class PolicyConformance(ConformanceKit):
 
     @usually("a call sorts, copies or scans all blocks")
     def test_lookups_do_not_grow_with_capacity(self, make: MakePolicy) -> None:
-        """Counted in look-ups of keys, over many calls of each method."""
+        """The effort is counted in look-ups of keys, over many calls of each method."""
         few, many = (_effort(make(capacity), capacity) for capacity in (64, MANY))
         assert many <= 2 * few + 64, f"{few} look-ups with 64 blocks, {many} with {MANY}"
 
@@ -309,7 +309,7 @@ def _some(numbers: random.Random, keys: set[Any]) -> list[Any]:
 
 
 def _effort(cache: Any, capacity: int) -> int:
-    """Return how often keys are looked up in a hundred rounds of a full cache."""
+    """Return the number of look-ups of keys in a hundred rounds of a full cache."""
     numbers = itertools.count()
     kept = [_Key(next(numbers)) for _ in range(capacity)]
     cache.insert(kept)

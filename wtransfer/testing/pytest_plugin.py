@@ -1,8 +1,8 @@
 """Pytest plug-in, loaded by pytest itself: options and expected failures of the kits.
 
 ``pytest --pyargs wtransfer.testing --wtransfer-engine NAME`` runs the kit of an installed backend.
-Failed asserts of the kits show the values compared. It imports nothing but pytest: every pytest run
-of an environment with wtransfer loads it.
+Failed asserts of the kits show the values compared. The plug-in imports nothing but pytest: every
+pytest run of an environment with wtransfer loads it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _IS_RECENT = hasattr(pytest, "version_tuple")  # since 7.0
 NUM_DURATIONS = 10
 """Slowest tests to name at the end."""
 
-# Each by its name: the package is imported already, as this module is in it.
+# Registered one by one: the package is imported already, as this module is in it.
 pytest.register_assert_rewrite(*(f"{PACKAGE}.{name}" for name in (*KINDS, "kit", "policy")))
 
 
 def choose(config: pytest.Config, classes: list[type[Any]]) -> None:
     """Set the classes that `test_installed` has in a run."""
-    # Not in its stash: pytest has none before version 7, and must run there without a kit.
+    # Not in config.stash: pytest before version 7 has none, and must run without a kit.
     vars(config)[_CHOSEN] = classes
 
 
@@ -64,10 +64,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the classes of the kits whose backends are named.
+    """Make a class of the kit for each named backend.
 
     Raises:
-        UsageError: None is named, or one cannot be found.
+        UsageError: A kit is asked for without a backend, or a backend cannot be found.
     """
     if _CHOSEN in vars(config):
         return
@@ -87,7 +87,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"a kit runs where it is: add --pyargs {PACKAGE}")
     from wtransfer.errors import PluginError
 
-    # Only now, and by its name: it imports this module, and the kits, which import torch.
+    # Imported late, and by name: `kit` imports this module, and the kits, which import torch.
     kit_class = importlib.import_module(f"{PACKAGE}.kit").kit_class
     options = dict(map(_pair, option.wtransfer_option))
     attributes = dict(map(_pair, option.wtransfer_attribute))
@@ -96,12 +96,12 @@ def pytest_configure(config: pytest.Config) -> None:
     except (PluginError, TypeError) as error:
         raise pytest.UsageError(str(error)) from error
     choose(config, made)
-    # Kits take minutes: say which tests did, and why some were skipped.
+    # Kits take minutes: report the slowest tests, and the reasons of skips.
     option.durations = NUM_DURATIONS if option.durations is None else option.durations
     option.reportchars += "a"
 
 
-if _IS_RECENT:  # an older one refuses a plug-in whose hook has an argument that it does not know
+if _IS_RECENT:  # an older pytest refuses a plug-in whose hook has an unknown argument
 
     def pytest_pycollect_makemodule(
         module_path: Path, parent: pytest.Collector
@@ -110,7 +110,7 @@ if _IS_RECENT:  # an older one refuses a plug-in whose hook has an argument that
         if module_path != COLLECTED:
             return None
         module = pytest.Module.from_parent(parent, path=module_path)
-        # Not the imported one: another run in this process has other classes.
+        # Not the imported module: another run in this process has other classes.
         module.obj = types.ModuleType(f"{PACKAGE}.{COLLECTED.stem}")
         classes = vars(parent.config).get(_CHOSEN, [])
         vars(module.obj).update({cls.__name__: cls for cls in classes})
@@ -134,7 +134,7 @@ def _pair(text: str) -> tuple[str, Any]:
     """Read ``key=value``.
 
     Raises:
-        UsageError: It is something else.
+        UsageError: The text has another form.
     """
     key, equals, value = text.partition("=")
     if not key or not equals:

@@ -14,8 +14,8 @@ Subclass it in a test module of your own::
             return memoryview(worker.slots[where.slots[0]])
 
 Manager and worker run in this process, with real tensors, and everything that passes between them
-is copied as it would be between processes. Tests cannot be overridden; those that the spec may fail
-are stated, each with its reason::
+is copied as it would be between processes. Tests cannot be overridden; state the tests that the
+spec may fail, each with its reason::
 
         expected_failures = {"test_groups_of_layers_are_kept_apart": "it keeps one group only"}
 """
@@ -107,11 +107,11 @@ GEOMETRIES = {
 FEW = Geometry(num_layers=2, page_nbytes=2**15)
 """Blocks so large that headers and alignment do not count."""
 NUM_FEW = 8
-"""About so many of its blocks fit into a tier that is to evict."""
+"""Approximate number of blocks of `FEW` that fit into a tier that is to evict."""
 LARGE = Geometry(num_layers=2, page_nbytes=2**23, num_blocks=2)
 """Blocks whose copies take milliseconds: far longer than to begin one."""
 MOST_TRIES = 20
-"""Copies that a job may have ended before it is looked at: this process may stand still."""
+"""Most tries to see a job running: this process may be held up until the job has ended."""
 
 
 class SpecConformance(ConformanceKit):
@@ -135,13 +135,13 @@ class SpecConformance(ConformanceKit):
     def reach(self, worker: OffloadingWorker, where: LoadStoreSpec) -> memoryview | None:
         """Return bytes of the one block that is kept there, to be damaged by a test.
 
-        Override it, or the kit does not test checksums: what a store returns is where the block is.
-        Of memory it is ``memoryview(worker.slots[where.slots[0]])``, of a file a ``mmap.mmap`` of
-        it. None: they cannot be reached.
+        Override it, or the kit does not test checksums. For memory return
+        ``memoryview(worker.slots[where.slots[0]])``, for a file a ``mmap.mmap`` of it. None: the
+        bytes cannot be reached.
 
         Args:
             worker: The side that has stored the block.
-            where: What `prepare_store` has returned for it.
+            where: Location of the block, as `prepare_store` has returned it.
         """
         del worker, where
         return None
@@ -458,7 +458,7 @@ class SpecConformance(ConformanceKit):
         for key in gone:
             before = small_host.digests()
             if small_host.succeeded(small_host.submit_load([1], places[key])):
-                # Where places have the names of their blocks, they may still be right.
+                # A place that is named by its block may still be right.
                 assert small_host.digest(1) == small_host.digest_of[key]
                 before[1] = small_host.digest_of[key]
             assert small_host.digests() == before
@@ -547,7 +547,7 @@ class SpecConformance(ConformanceKit):
     def test_submit_does_not_copy(self, host: MakeHost, direction: str) -> None:
         """The model's thread goes on meanwhile: a job may still run when it was submitted.
 
-        One try of many is enough: a fast job may have ended where this process was held up.
+        A single such try is enough: a fast job may have ended where this process was held up.
         """
         made = host(LARGE, num_kept=2)
         key, ctx = key_of(1), made.request()
@@ -578,7 +578,7 @@ class SpecConformance(ConformanceKit):
 
     @usually("a job is looked up by `[]`, though it was reported before")
     def test_wait_ignores_unknown_jobs(self, host: MakeHost) -> None:
-        """Such jobs were never submitted, or were reported already."""
+        """Jobs that were never submitted, or were reported already, are ignored."""
         made = host()
         prepared = made.store([key_of(1)], [0])
         assert prepared is not None
@@ -645,7 +645,7 @@ class SpecConformance(ConformanceKit):
 
     @usually("get_stats() returns text or objects, or that a counter starts again")
     def test_stats_are_numbers_and_counters_rise(self, host: MakeHost) -> None:
-        """Statistics are names and numbers; those that end in ``_total`` never fall."""
+        """Statistics are names and numbers; counters, which end in ``_total``, never fall."""
         made = host()
         before = _stats(made)
         for number in range(3):
@@ -720,7 +720,7 @@ class SpecConformance(ConformanceKit):
 
     @usually("shutdown() does not join a thread, or keeps a file or shared memory open")
     def test_shutdown_leaves_nothing(self, host: MakeHost) -> None:
-        """No thread, descriptor or shared memory, within `ends_within_s`."""
+        """Threads, descriptors and shared memory are released within `ends_within_s`."""
 
         def live() -> None:
             made = host()
@@ -728,7 +728,7 @@ class SpecConformance(ConformanceKit):
             assert made.load([key_of(2)], [3])
             made.close()
 
-        # A process may make something once and keep it, such as a pool of threads.
+        # A process may create resources once and keep them, such as a pool of threads.
         live()
         leftovers = Leftovers()
         live()
@@ -737,9 +737,9 @@ class SpecConformance(ConformanceKit):
 
 
 class SpecHost:
-    """Both sides of a spec, and caches whose blocks are stored and loaded.
+    """A spec's two sides, and caches whose blocks are stored and loaded.
 
-    Everything that passes between the sides is copied, as it would be between processes.
+    Objects that pass between the sides are copied, as they would be between processes.
 
     Args:
         make_spec: Makes a spec from an `OffloadingConfig`; called once for each side.
@@ -780,11 +780,11 @@ class SpecHost:
         self._jobs, self._requests = itertools.count(1), itertools.count(1)
         self._results: list[dict[int, TransferResult]] = [{} for _ in range(num_ranks)]
         self.finished: dict[int, bool] = {}
-        """Whether the jobs that all ranks have reported were successful, by number."""
+        """Success of the jobs that all ranks have reported, by number."""
         self.digest_of: dict[OffloadKey, str] = {}
         """Digest of every block that `store_next` has stored, by key."""
         self.kept: list[OffloadKey] = []
-        """Keys of those that the manager has not evicted, in the order of their stores."""
+        """Keys of the blocks that the manager has not evicted, in the order of their stores."""
 
     @property
     def worker(self) -> OffloadingWorker:

@@ -1,4 +1,4 @@
 """Collected by ``pytest --pyargs wtransfer.testing --wtransfer-engine NAME``.
 
-It defines no test: the plug-in puts a class here for each backend that an option names.
+The module defines no test: the plug-in puts a class here for each backend that an option names.
 """

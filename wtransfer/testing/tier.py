@@ -13,8 +13,8 @@ Subclass it in a test module of your own::
 
 The tier is opened several times with equal options, in this process and in others, and called with
 views of larger memory, as the offloading spec over tiers calls it. Then a model is served from it.
-Every failure ends with what it usually means. Tests cannot be overridden; those that the tier may
-fail are stated, each with its reason, of all parameters or of some::
+Every failure ends with its usual cause. Tests cannot be overridden; state the tests that the tier
+may fail, each with its reason, for all parameters or for some::
 
         expected_failures = {"test_value_of_any_length[4194309]": "it takes at most a megabyte"}
 """
@@ -126,17 +126,17 @@ ARENAS = {
 }
 """Options of the spec over the tier. The arena has room for one prompt of `EIGHTS`."""
 ROOM: dict[str, dict[str, int]] = {"alone": {}, "under an arena": {"cpu_bytes_to_use": 2**23}}
-"""The same, with room for all that a test computes."""
+"""Like `ARENAS`, with room for all blocks that a test computes."""
 CALLS = ("contains", "put", "get", "remove")
-"""What a spec calls while a model is served, for one key or for many."""
+"""Methods that a spec calls while a model is served, for one key or for many."""
 EIGHTS = EngineConfig(model=SMALL_MODEL, cache=CacheShape(8, 64))
 """A model with small blocks; prompts have two of them, and some tokens."""
 TINY = Geometry(num_layers=2, page_nbytes=64, num_blocks=4)
 """A cache whose blocks are so small that a test can damage every byte of one in turn."""
 QUIET_S = 0.2
-"""How long nothing may write where nothing should, in seconds."""
+"""Duration of the watch for late writes, in seconds."""
 HANGS_AFTER = 6
-"""A test that takes longer than so many times `deadline_s` is given up."""
+"""Multiple of `deadline_s` after which a test is given up."""
 
 _RIGHT = "the bytes that were put"
 _GUARD = 0xA5
@@ -152,8 +152,8 @@ class TierConformance(ConformanceKit):
     options: ClassVar[dict[str, Any]] = {}
     """The tier's options."""
     in_processes: ClassVar[bool] = True
-    """Whether objects in other processes reach the same store, as they must where scheduler and
-    workers are processes. Without it, the tests with other processes are skipped."""
+    """True if objects in other processes reach the same store, as they must where scheduler and
+    workers are processes. If False, the tests with other processes are skipped."""
     size_option: ClassVar[str] = ""
     """Option that bounds the bytes that are kept; empty: there is none, and no test of it."""
     num_kills: ClassVar[int] = 5
@@ -171,7 +171,7 @@ class TierConformance(ConformanceKit):
         if not call.done.wait(bound_s):
             self.note_hang()
             raise AssertionError(f"a call of the tier has not returned in {bound_s:g} s")
-        # Or what is none, such as a skip.
+        # Failures, and exceptions that are none, such as a skip.
         if call.error is not None:
             raise call.error
 
@@ -180,7 +180,7 @@ class TierConformance(ConformanceKit):
 
         Args:
             folder: An empty folder of the test's own. A store elsewhere need not be empty: but for
-                a few short ones, no test uses keys of another one.
+                a few short keys, no two tests use the same ones.
         """
         del folder
         return dict(self.options)
@@ -258,7 +258,7 @@ class TierConformance(ConformanceKit):
     ) -> EngineConfig:
         """Return the configuration of an instance with the tier, alone or under an arena."""
         options = {"tier": name, "skip_slow_loads": False, **request.param, **tier_options}
-        # Ranks of one name share an arena, also those of a test before that still hang.
+        # Ranks of one name share an arena, also with ranks of an earlier test that still hang.
         own = secrets.token_hex(4)
         connector = "OffloadingConnector"
         return EngineConfig(model=SIX_HEADS, connector=connector, options=options, engine_id=own)
@@ -277,7 +277,7 @@ class TierConformance(ConformanceKit):
     ) -> Iterator[MakeBed]:
         """Make test beds whose instances share the tier; they are closed with the test."""
         del one_thread
-        # A model of an earlier test would change their name as soon as the collector finds it.
+        # The collection of an earlier test's model would change the name of these weights.
         process_weights.begin_anew()
         with contextlib.ExitStack() as closing:
             weights = LocalWeights(0)
@@ -481,7 +481,7 @@ class TierConformance(ConformanceKit):
 
     @usually("answers are made from a set, or from what the store returns for the keys it has")
     def test_contains_answers_for_each_key(self, open_tier: OpenTier, key_of: KeyOf) -> None:
-        """One bool for each key, in the order of the keys, which may repeat; none for none."""
+        """One bool is returned per key, in order of the keys, which may repeat; none for none."""
         user = open_tier()
         for number in (1, 3, 4):
             user.put(key_of(number), value_of(number, SMALL))
@@ -523,7 +523,7 @@ class TierConformance(ConformanceKit):
         user.put(key_of(0), value_of(99, SMALL))
         user.tier.put_many([(key, np.array(memoryview(v)).data) for key, v in values.items()])
         _check_kept(user, values)
-        # One is missing in the midst, and one has another length.
+        # Key 98 is missing, and value 3 has another length.
         asked = [(0, SMALL), (98, SMALL), (2, 70_000), (3, 34), (1, 1), (4, SMALL)]
         memory = [np.zeros(nbytes, np.uint8) for _, nbytes in asked]
         found = user.tier.get_many(
@@ -537,7 +537,7 @@ class TierConformance(ConformanceKit):
 
     @usually("offsets in the registered memory are wrong, or that it is taken for the tier's own")
     def test_registered_memory(self, open_tier: OpenTier, key_of: KeyOf) -> None:
-        """Values are put from and got into parts of it; nothing else in it is written."""
+        """Values are put from and got into parts of it; no other byte of it is written."""
         user, memory = open_tier(), np.full(2**18, _GUARD, np.uint8)
         user.tier.register_memory(memory.data)
         values = {number: value_of(number, 4000 + number) for number in range(3)}
@@ -562,7 +562,7 @@ class TierConformance(ConformanceKit):
         if not was_tracing:
             tracemalloc.start()
         try:
-            # The first ones may fill caches.
+            # The first puts may fill caches.
             for number in range(-8, num_puts):
                 if number == 0:
                     gc.collect()
@@ -578,8 +578,8 @@ class TierConformance(ConformanceKit):
 
     @usually("values or answers pass through pickle: who writes to the store runs code here")
     def test_nothing_is_unpickled(self, open_tier: OpenTier, key_of: KeyOf) -> None:
-        """No call of `pickle` that loads."""
-        # What is imported at the first use is no concern of this test.
+        """No function of `pickle` that loads is called."""
+        # Imports at the first use are no concern of this test.
         _use(open_tier(), key_of(1))
         loads: list[str] = []
 
@@ -635,7 +635,7 @@ class TierConformance(ConformanceKit):
 
     @usually("values are kept by the object and not by the store that its options name")
     def test_objects_reach_one_store(self, open_tier: OpenTier, key_of: KeyOf) -> None:
-        """What one object puts or removes, another with equal options finds, or does not."""
+        """Puts and removals through one object hold for another with equal options."""
         one, other = open_tier(), open_tier()
         for first, second, seed in ((one, other, 1), (other, one, 2)):
             value = value_of(seed, SMALL)
@@ -647,7 +647,7 @@ class TierConformance(ConformanceKit):
 
     @usually("an object lists the store when it is made, or remembers what was not there")
     def test_object_made_before_a_put_finds_it(self, open_tier: OpenTier, key_of: KeyOf) -> None:
-        """A scheduler's object is made, and asked, before those of the workers put anything."""
+        """A scheduler's object is made, and asked, before the workers' objects put anything."""
         scheduler = open_tier()
         keys = [key_of(number) for number in range(3)]
         assert scheduler.contains(keys) == [False] * 3
@@ -665,7 +665,7 @@ class TierConformance(ConformanceKit):
     def test_processes_see_each_others_values(
         self, open_tier: OpenTier, start_tier: StartTier, key_of: KeyOf
     ) -> None:
-        """At once: values, replaced values and removals, in both directions."""
+        """Values, replacements and removals are seen at once, in both directions."""
         user, other = open_tier(), start_tier()
         for first, second, seed in ((user, other, 1), (other, user, 2), (user, other, 3)):
             value = value_of(seed, SMALL)
@@ -680,7 +680,7 @@ class TierConformance(ConformanceKit):
     def test_killed_process_leaves_whole_values(
         self, open_tier: OpenTier, start_tier: StartTier, key_of: KeyOf
     ) -> None:
-        """After SIGKILL in the midst of puts each key has a whole value or none."""
+        """After SIGKILL in the middle of puts each key has a whole value or none."""
         user, nbytes = open_tier(), 2**20
         keys = [key_of(number) for number in range(3)]
         values = {value_of(number, nbytes) for number in range(NUM_ROUNDS)}
@@ -688,7 +688,7 @@ class TierConformance(ConformanceKit):
         for number in range(self.num_kills):
             process = start_tier()
             process.put_until_killed(keys, nbytes)
-            # At another moment of a put each time.
+            # Kill at another moment of a put each time.
             time.sleep(0.003 * (number % 7))
             process.kill()
             for key in keys:
@@ -704,7 +704,7 @@ class TierConformance(ConformanceKit):
     def test_kept_bytes_are_bounded(
         self, found_cls: type[Tier], tier_options: dict[str, Any], key_of: KeyOf
     ) -> None:
-        """Of more values than `size_option` has room for, no more than that are kept."""
+        """More values are put than `size_option` has room for; no more than fit are kept."""
         if not self.size_option:
             pytest.skip("size_option is not set: it is not tested whether kept bytes are bounded")
         most, nbytes = 8, 2**16
@@ -738,7 +738,7 @@ class TierConformance(ConformanceKit):
 
     @usually("get_stats() returns text or objects, or that a counter starts again")
     def test_stats_are_numbers_and_counters_rise(self, open_tier: OpenTier, key_of: KeyOf) -> None:
-        """Statistics are names and numbers; those that end in ``_total`` never fall."""
+        """Statistics are names and numbers; counters, which end in ``_total``, never fall."""
         user = open_tier()
         before: dict[str, float] = {}
         for number in range(3):
@@ -749,7 +749,7 @@ class TierConformance(ConformanceKit):
 
     @usually("close() of a closed object, or of one that was never used, uses what is not there")
     def test_close_is_idempotent(self, open_tier: OpenTier, key_of: KeyOf) -> None:
-        """Twice, used and unused."""
+        """Used and unused objects may be closed twice."""
         for is_used in (False, True):
             user = open_tier()
             if is_used:
@@ -759,7 +759,7 @@ class TierConformance(ConformanceKit):
 
     @usually("close() removes the store, or closes what objects share")
     def test_close_ends_one_object_only(self, open_tier: OpenTier, key_of: KeyOf) -> None:
-        """Other objects find what a closed one has put, and go on."""
+        """Other objects find the values that a closed one has put, and go on."""
         one, other = open_tier(), open_tier()
         for number in (1, 2):
             one.put(key_of(number), value_of(number, SMALL))
@@ -769,14 +769,14 @@ class TierConformance(ConformanceKit):
 
     @usually("close() does not end a thread, a connection or a pool that the constructor has made")
     def test_close_leaves_nothing(self, open_tier: OpenTier, key_of: KeyOf) -> None:
-        """No thread, descriptor or shared memory, within `ends_within_s`."""
+        """Threads, descriptors and shared memory are released within `ends_within_s`."""
 
         def live() -> None:
             user = open_tier()
             _use(user, key_of(1))
             user.close()
 
-        # A process may make something once and keep it, such as a pool of threads.
+        # A process may create resources once and keep them, such as a pool of threads.
         live()
         leftovers = Leftovers()
         live()
@@ -790,13 +790,13 @@ class TierConformance(ConformanceKit):
     def test_damaged_block_is_refused(
         self, make_host: MakeHost, open_tier: OpenTier, key_of: KeyOf, *, arena: bool
     ) -> None:
-        """Whichever byte is another one: the cache keeps its bytes, the tier not the block."""
+        """Damage to any byte is found: the cache keeps its bytes, the tier drops the block."""
         options = {"cpu_bytes_to_use": 2**13} if arena else {}
         made = make_host(TINY, deadline_s=60.0, buffer_bytes=1, num_io_threads=1, **options)
         user, keys = open_tier(), [OffloadKey(key_of(number)[:-2]) for number in range(2)]
 
         def succeeded(job: int) -> bool:
-            # A wait for a store ends when it has let go of the cache.
+            # `wait` may return before the end of a store, once the store has read the cache.
             while job not in made.finished:
                 made.collect()
                 time.sleep(0.0002)
@@ -807,7 +807,7 @@ class TierConformance(ConformanceKit):
             where = TierLoadStoreSpec([key], slots=[number] if arena else None)
             assert succeeded(made.submit_store([number], where)), "a store has failed"
         own, other_own = (rank_key(key, 0) for key in keys)
-        # From the arena they are put a little later.
+        # Blocks are put from the arena a little later.
         deadline = Deadline(self.deadline_s)
         while user.contains([own, other_own]) != [True, True]:
             deadline.check("a block that was stored to be in the tier")
@@ -835,7 +835,7 @@ class TierConformance(ConformanceKit):
             where = TierLoadStoreSpec([key], slots=slots, fetched=slots or ())
             return succeeded(made.submit_load([block], where))
 
-        # What a buffer or a slot holds of an earlier load is no block of a later one.
+        # Bytes of an earlier load, in a buffer or a slot, must not pass for a later block.
         assert load(keys[0], 0, 2), "a whole block is not loaded"
         before = made.digests()
         for what, value in damaged.items():
@@ -854,7 +854,7 @@ class TierConformance(ConformanceKit):
     def test_model_is_served_from_the_tier(self, bed: ConnectorTestBed) -> None:
         """Tokens equal a fresh model's, with blocks of another instance, in a conversation.
 
-        The weights change in the midst of it: then nothing of its first turn is loaded.
+        The weights change within the conversation: then nothing of its first turn is loaded.
         """
         text = some_prompts(1, seed=secrets.randbits(32))[0]
         for number in range(2):
@@ -877,10 +877,10 @@ class TierConformance(ConformanceKit):
     @pytest.mark.usefixtures("one_thread")
     @usually("calls fail on the spec's threads; blocks of the first run are never the tier's fault")
     def test_runs_with_one_label_share_nothing(self, served: EngineConfig) -> None:
-        """Two runs publish other weights under the same label: its weights name a block."""
+        """Two runs publish other weights under the same label: a block is named by its weights."""
         text = some_prompts(1, seed=secrets.randbits(32))[0]
         with contextlib.ExitStack() as closing:
-            # The first run stays: some stores forget what was put by an object that is closed.
+            # The first run stays open: some stores forget the values of a closed object.
             for seed in (1, 2):
                 process_weights.begin_anew()
                 model = PagedTransformer(served.model, seed)
@@ -905,12 +905,12 @@ class TierConformance(ConformanceKit):
 
     @usually("the beginning of a key, which names the weights, is cut off or not compared")
     def test_no_block_outlives_its_weights(self, bed: ConnectorTestBed) -> None:
-        """Nor is one of a request that lived through a change ever loaded (FAULTS 31, 47)."""
+        """Blocks of old weights, or of a request across a change, stay a miss (FAULTS 31, 47)."""
         bed.step()
         kept, within = (some_prompts(1, seed=secrets.randbits(32))[0] for _ in range(2))
         bed.transfer(kept)
         request = bed.submit_to_producer(within)
-        # Its prompt is computed, and its tokens are not.
+        # The prompt is computed, and not all tokens are.
         while not request.output:
             bed.step()
         bed.weights.change(1)
@@ -922,8 +922,8 @@ class TierConformance(ConformanceKit):
             bed.consume(prompt)
             assert bed.num_loaded == before, "a block of other weights was loaded"
         counts = _nonzero(side.get_stats() for side in bed.sides)
-        # The fence refuses jobs of the old weights that the new ones have met: such a store has
-        # failed, without a call of the tier.
+        # The fence refuses a job of the old weights once the new ones are there: such a store
+        # fails, without a call of the tier.
         failures = [
             name
             for name in counts
@@ -944,8 +944,8 @@ class TierConformance(ConformanceKit):
         monkeypatch: pytest.MonkeyPatch,
         arena: dict[str, Any],
     ) -> None:
-        """A model is served on, whichever call raises, and nothing is left over (FAULTS 33)."""
-        # A tier is left alone after some failures in a row.
+        """Serving goes on whichever call raises, and nothing is left over (FAULTS 33)."""
+        # The spec pauses a tier after some failures in a row.
         monkeypatch.setattr(tier_module, "PAUSE_S", 0.0)
         failing = _FailingCall()
         tier = registered_name("specs", failing.wrap(found_cls), "tier")
@@ -977,16 +977,16 @@ class TierConformance(ConformanceKit):
             user.close()
 
         live([])
-        # A process may make something once and keep it, such as a pool of threads. No object is
-        # open here and at the end: a library may keep what one has closed for as long as another
-        # is, as sqlite keeps descriptors of a file that is locked.
+        # A process may create resources once and keep them, such as a pool of threads. No object
+        # is open here and at the end: a library may keep resources of a closed object while
+        # another is open, as sqlite keeps descriptors of a locked file.
         leftovers = Leftovers()
         live(CALLS)
         leftovers.check(self.ends_within_s)
 
 
 class _FailingCall:
-    """Lets one call of a tier raise, of all objects together."""
+    """Lets one call of a tier raise, counted over all objects."""
 
     def __init__(self) -> None:
         self.put: dict[bytes, int] = {}
@@ -998,7 +998,7 @@ class _FailingCall:
         """Return a class of the tier whose calls may fail."""
         wrapped = {}
         for method in CALLS:
-            # What a tier overrides says whether it has batches.
+            # A tier has batches if it overrides the method for many keys.
             many = f"{method}_many"
             has_batches = getattr(tier_cls, many, None) is not getattr(Tier, many, None)
             name = many if has_batches else method
@@ -1012,7 +1012,7 @@ class _FailingCall:
             self.put.clear()
 
     def is_over(self) -> bool:
-        """Return whether it has raised since `arm`."""
+        """Return whether the armed call has raised."""
         return self._num_left <= 0
 
     def _wrapped(self, method: str, own: Callable[..., Any]) -> Callable[..., Any]:
@@ -1024,7 +1024,7 @@ class _FailingCall:
                 if method == "put":
                     items = args[0] if own.__name__ == "put_many" else [args]
                     self.put.update((key, data.nbytes) for key, data in items)
-                # Every second one has done its work, and only its answer is lost.
+                # Every second failing call does its work, and only its answer is lost.
                 self._num_fired += is_due
                 is_done = is_due and self._num_fired % 2 == 0
             if is_due and not is_done:
@@ -1041,7 +1041,7 @@ def _converse(bed: ConnectorTestBed, user: TierUser, failing: _FailingCall) -> i
     """Serve a prompt, another one in whose favour it is evicted, and the first one twice again.
 
     Returns:
-        How many tokens the last one has loaded; before that, a block in the tier was damaged.
+        Number of tokens that the last one has loaded; before that, a block in the tier was damaged.
     """
 
     def serve(prompt: list[int]) -> int:
@@ -1065,7 +1065,7 @@ def _converse(bed: ConnectorTestBed, user: TierUser, failing: _FailingCall) -> i
 
 
 def _at_rest(bed: ConnectorTestBed) -> dict[str, float]:
-    """Return what is the same whenever no job is under way."""
+    """Return the statistics that are the same whenever no job is under way."""
     stats = _nonzero(side.get_stats() for side in bed.sides)
     names = ("buffers_free", "puts_waiting", "jobs_running", "blocks_storing", "blocks_loading")
     found = {name: stats.get(name, 0) for name in names}
@@ -1082,7 +1082,7 @@ def _wait_for_rest(
 
 
 def _content(user: Any, key: bytes, value: bytes) -> str:
-    """Say what `get` finds: pytest's diff of the bytes would take minutes."""
+    """Describe the value that `get` finds: pytest's diff of the bytes would take minutes."""
     found = user.get(key, len(value))
     if found is None:
         return "nothing, though it was put"

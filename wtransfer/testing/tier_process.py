@@ -53,7 +53,7 @@ class TierUser:
         self.tier = tier
         """The tier."""
         self.is_closed = False
-        """Whether `close` was called."""
+        """True once `close` was called."""
 
     def put(self, key: bytes, value: bytes) -> None:
         """Put a value from memory that is not used again."""
@@ -68,7 +68,7 @@ class TierUser:
         return memory.tobytes() if found else None
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return what `contains` answers."""
+        """Return the answers of `contains`."""
         found = self.tier.contains(keys)
         if not isinstance(found, list) or not all(isinstance(each, bool) for each in found):
             raise TypeError(f"contains() returned {found!r}, not a list of True and False")
@@ -88,7 +88,7 @@ class TierUser:
 
 
 class TierPlace(msgspec.Struct, frozen=True):
-    """Where another process finds the class of a tier."""
+    """Place at which another process finds the class of a tier."""
 
     name: str
     """Its registered name; empty: it has none."""

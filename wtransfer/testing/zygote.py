@@ -5,12 +5,12 @@ The zygote is such a process: it imports, then only forks, so it stays single-th
 not survive a fork, the locks that they hold do).
 
 Children are real processes: they have a pid, can be stopped and killed, end like any interpreter.
-None outlives the process that made the zygote: the zygote watches that one and kills its children
-before it ends; should the zygote itself be killed, the kernel kills them. What a child starts on
-its own is its own affair.
+No child outlives the process that made the zygote: the zygote watches its maker, and kills the
+children before it ends; should the zygote itself be killed, the kernel kills them. Processes that
+a child starts are not covered.
 
-What to run travels as ``"module:function"`` over a socket pair that only the creating process
-holds: nobody else can make a zygote import anything.
+The function to run travels as ``"module:function"`` over a socket pair that only the creating
+process holds: no other process can make a zygote import anything.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _decode = msgspec.msgpack.Decoder(Started | Failed | Exited).decode
 
 
 class Child:
-    """One forked process. Made by `Zygote.spawn`."""
+    """A forked process. Made by `Zygote.spawn`."""
 
     def __init__(self, zygote: Zygote, pid: int) -> None:
         self.pid = pid
@@ -83,7 +83,7 @@ class Child:
         """Wait for the end and return the return code.
 
         Raises:
-            StallError: It still runs after `timeout_s` seconds.
+            StallError: The process still runs after `timeout_s` seconds.
             PeerLostError: The zygote is gone, and with it its children.
         """
         deadline = Deadline(timeout_s)
@@ -96,7 +96,7 @@ class Child:
     def kill(self) -> None:
         """Send SIGKILL; does nothing to a process that has ended.
 
-        The zygote sends it, which knows whether the id is still that of the child.
+        The zygote sends the signal: it knows whether the id is still that of the child.
         """
         self._zygote._kill(self.pid)  # noqa: SLF001
 
@@ -153,7 +153,7 @@ class Zygote:
         Args:
             target: ``"module:function"``; an int that it returns is the return code, an exception
                 is printed and makes it 1.
-            *args: Positional arguments of the function; what msgpack can hold.
+            *args: Positional arguments of the function, of types that msgpack can hold.
             stdout: File to append standard output to; else it is inherited.
             stderr: File to append standard error to; else it is inherited.
             **kwargs: Keyword arguments of the function.
@@ -177,7 +177,7 @@ class Zygote:
     def close(self) -> None:
         """Kill all children and end the zygote; a second call does nothing."""
         with self._lock:
-            # A forked copy must not end what belongs to the process that made it.
+            # A forked copy must not end the zygote of the process that made it.
             if self._closed or os.getpid() != self._maker:
                 return
             self._closed = True
@@ -191,7 +191,7 @@ class Zygote:
         try:
             self._process.wait(REPLY_DEADLINE_S)
         except subprocess.TimeoutExpired:
-            # Stopped, perhaps. Its children die with it: PR_SET_PDEATHSIG.
+            # The zygote may be stopped. Its children die with it: PR_SET_PDEATHSIG.
             self._process.kill()
             self._process.wait()
 

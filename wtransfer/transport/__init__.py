@@ -1,1 +1,1 @@
-"""How bytes and messages travel; every room builds on it, nobody writes it twice."""
+"""Transport of bytes and messages; every room builds on it, so nothing is written twice."""

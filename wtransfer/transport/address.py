@@ -44,7 +44,7 @@ _QUEUE_PATIENCE = struct.pack("ll", 0, 200_000)  # struct timeval: seconds, micr
 _CREDENTIALS = struct.Struct("3i")
 
 RANDOM_PREFIX = "unix:@wtransfer-"
-"""How addresses of `random_address` begin."""
+"""Prefix of the addresses of `random_address`."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Address:
     family: socket.AddressFamily
     """AF_UNIX, AF_INET or AF_INET6."""
     target: str | tuple[str, int]
-    """What `bind` and `connect` take; abstract names start with a NUL."""
+    """Argument of `bind` and `connect`; abstract names start with a NUL."""
     text: str
     """The address as people write it."""
 
@@ -67,12 +67,12 @@ class Address:
 
     @property
     def is_unix(self) -> bool:
-        """Whether the kernel can vouch for the peer's user."""
+        """True if the kernel can vouch for the peer's user."""
         return self.family == socket.AF_UNIX
 
     @property
     def is_local(self) -> bool:
-        """Whether only this host can reach it."""
+        """True if only this host can reach the address."""
         if isinstance(self.target, str):
             return True
         return ipaddress.ip_address(self.target[0].partition("%")[0]).is_loopback
@@ -168,10 +168,11 @@ class ListeningSocket:
         self.address = text if address.is_unix else tcp_text((name[0], name[1]))
 
     def remove_file(self) -> None:
-        """Remove the socket's file, if it has one and it is still its own; before closing it.
+        """Remove the socket's file, if there is one and it is still its own; before closing it.
 
         An open socket keeps its inode from being given to a successor's file, so equal inodes mean
-        that the file is ours. Once it is closed that is no longer true, and this does nothing.
+        that the file is ours. Once the socket is closed that is no longer true, and the call does
+        nothing.
         """
         path = self.address.removeprefix("unix:")
         is_open = self.socket.fileno() >= 0
@@ -254,7 +255,7 @@ def _is_stale(path: str) -> bool:
 def connect(sock: socket.socket, address: Address, deadline: Deadline) -> None:
     """Connect a new socket, and make sure that a Unix listener belongs to the same user.
 
-    Afterwards the socket's time-out is what is left of the deadline.
+    Afterwards the socket's time-out is the rest of the deadline.
 
     Raises:
         PeerLostError: No process listens there. Its cause is a `BlockingIOError` where a Unix
@@ -264,7 +265,7 @@ def connect(sock: socket.socket, address: Address, deadline: Deadline) -> None:
     """
     try:
         if address.is_unix:
-            # The kernel keeps the order of those that wait for a place in the queue; a peer that
+            # The kernel keeps the order of peers that wait for a place in the queue; a peer that
             # asks again and again instead of waiting can lose every time.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _QUEUE_PATIENCE)
             sock.connect(address.target)
@@ -330,7 +331,7 @@ def descriptor_errors(what: str) -> Iterator[None]:
     """Turn the kernel's "too many open files" into `DescriptorLimitError`.
 
     Args:
-        what: What was being done, to start the sentence.
+        what: The operation, to start the sentence.
     """
     try:
         yield

@@ -1,6 +1,6 @@
 """The control channel: authenticated messages between one trainer and its workers.
 
-How a connection lives, and on which side each step happens:
+Life of a connection, with the side of each step:
 
 1. trainer: a `Listener` binds its address (Unix socket by default) and accepts
 2. worker: a `Dialer` dials, with back-off, until a listener answers
@@ -12,12 +12,12 @@ How a connection lives, and on which side each step happens:
 6. both: a side that has been silent for half of `heartbeat_s` sends a ping; a side that has heard
    nothing for `deadline_s` gives the peer up (`StallError`). A killed peer shows at once
    (`PeerLostError`)
-7. either: `close`; what is queued is sent first, for at most 0.5 s
+7. either: `close`; queued messages are sent first, for at most 0.5 s
 8. both: `on_close`, exactly once; the worker goes back to step 2
 
-All callbacks of a process run on one thread (`wtransfer.transport.loop`), whatever the number of
-listeners and dialers. They must not block, nor wait for a lock that another thread holds while it
-calls `close`. One that raises costs its own connection, never another.
+Callbacks of a process all run on one thread (`wtransfer.transport.loop`), for any number of
+listeners and dialers. Callbacks must not block, nor wait for a lock that another thread holds while
+it calls `close`. A callback that raises costs its own connection, never another.
 
 Nothing that a peer sends is unpickled, evaluated or imported. After a ``fork()`` the child's copies
 of all sockets are closed, and the objects raise `ForkedError` there.
@@ -118,7 +118,7 @@ _CONNECT_S = 5.0
 
 
 class Ping(msgspec.Struct):
-    """Say that this side lives, when it has nothing else to say."""
+    """Keep-alive on an idle connection."""
 
 
 _PING = MessageType(0xFFFF, Ping, max_nbytes=64)
@@ -186,7 +186,7 @@ class Connection:
 
     @property
     def peer(self) -> str:
-        """Name of the other end in errors; may be set when more is known."""
+        """Name of the peer in errors; may be set when more is known."""
         return self._reader.peer
 
     @peer.setter
@@ -195,7 +195,7 @@ class Connection:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing can be sent any more."""
+        """True if nothing can be sent any more."""
         return self._closed or self._loop.forked
 
     @property
@@ -210,17 +210,17 @@ class Connection:
             LimitError: The message exceeds its type's limits, or more waits than is allowed; in
                 the second case the connection is closed.
             PeerLostError: The connection is closed.
-            ForkedError: This is a fork()ed child.
+            ForkedError: The process is a fork()ed child.
         """
         self.send_frame(self._codec.encode(message))
 
     def send_frame(self, frame: bytes) -> None:
-        """Queue what `Codec.encode` returned; many connections may share the same bytes.
+        """Queue a frame of `Codec.encode`; many connections may share the same bytes.
 
         Raises:
             LimitError: More waits than is allowed; the connection is closed.
             PeerLostError: The connection is closed.
-            ForkedError: This is a fork()ed child.
+            ForkedError: The process is a fork()ed child.
         """
         self._loop.check_process()
         with self._lock:
@@ -238,19 +238,19 @@ class Connection:
             )
             self._loop.call_soon(lambda: self.drop(error))
             raise error
-        # Also while something waits already: a signal handler may have raised here, and then the
-        # loop has not heard of that.
+        # Also while a frame waits already: a signal handler may have raised here, and then the
+        # loop has no call for it.
         self._loop.call_soon(self._flush)
 
     def send_descriptor(self, message: msgspec.Struct, fd: int) -> bool:
         """Send a message and a descriptor now; only from a callback of this connection.
 
         The kernel holds the descriptor from here on; the caller's stays its own. From here on the
-        peer's bytes are discarded: the connection only shows when the peer lets go of it. A peer
-        that has not read what came before is dropped: a descriptor is never queued.
+        peer's bytes are discarded: the connection only shows when the peer closes it. A peer that
+        has not read the frames before is dropped: a descriptor is never queued.
 
         Returns:
-            Whether they were sent.
+            True if both were sent.
         """
         frame = self._codec.encode(message)
         self._receiving = False
@@ -264,9 +264,9 @@ class Connection:
         return sent == len(frame)
 
     def close(self, reason: WTransferError | None = None) -> None:
-        """End the connection once what is queued has been sent, or after 0.5 s.
+        """End the connection once the queued messages have been sent, or after 0.5 s.
 
-        Messages that still arrive are dropped. In a fork()ed child this does nothing: there the
+        Messages that still arrive are dropped. In a fork()ed child the call does nothing: there the
         connection is closed already.
 
         Args:
@@ -283,7 +283,7 @@ class Connection:
     # -- for the owner, on the loop's thread
 
     def start(self, opening: msgspec.Struct | None = None) -> None:
-        """Serve the socket: shake hands, or begin with the messages if that was done before."""
+        """Serve the socket: shake hands, or begin with the messages after a done handshake."""
         self._loop.watch(self._socket, READ, self._ready)
         if opening is not None:
             self._timer = self._loop.call_later(HANDSHAKE_S, self._handshake_late)
@@ -298,7 +298,7 @@ class Connection:
                 self._fail(error)
 
     def drop(self, error: WTransferError | None) -> None:
-        """Close the socket now, whatever is queued."""
+        """Close the socket now; queued messages are lost."""
         if self._state is _State.GONE:
             return
         self._timer.cancel()
@@ -392,7 +392,7 @@ class Connection:
         self._on_ready(self)
 
     def _refuse(self, error: PeerError) -> None:
-        """Drop the peer; one that has proven nothing yet is told why, if it listens."""
+        """Drop the peer; an unproven one is sent the reason, if it reads."""
         reject = self._handshake.refusal(error) if self._state is _State.HANDSHAKE else None
         if reject is not None:
             self._queue(HANDSHAKE.encode(reject))
@@ -408,7 +408,7 @@ class Connection:
         )
 
     def _pulse(self) -> None:
-        """Judge the peer's silence and break our own; comes back in time for the next of both."""
+        """Check the peer's silence and break our own; reschedule for the next of both."""
         heartbeat_s, deadline_s = self._handshake.heartbeat_s, self._handshake.deadline_s
         if heartbeat_s is None or deadline_s is None:
             return
@@ -437,7 +437,7 @@ class Connection:
             self._outbox_nbytes += len(frame)
 
     def _flush(self) -> None:
-        """Send what the socket takes now, and be called again for the rest."""
+        """Send as much as the socket takes now; the rest follows in a later call."""
         if self._state is _State.GONE:
             return
         try:
@@ -492,7 +492,7 @@ class Connection:
 
 
 class _Endpoint:
-    """What listeners and dialers share: a place on the process's loop, and the way off it."""
+    """Base of listeners and dialers: a place on the process's loop, and the way off it."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = Codec((*codec.types, _PING))
@@ -501,14 +501,14 @@ class _Endpoint:
         self._loop = Loop.enter(self)
 
     def check_process(self) -> None:
-        """Raise `ForkedError` in a fork()ed child, where nothing of this is open."""
+        """Raise `ForkedError` in a fork()ed child, where no socket of this object is open."""
         self._loop.check_process()
 
     def close(self) -> None:
-        """Send what is queued within 0.5 s and close everything.
+        """Send the queued messages within 0.5 s and close everything.
 
-        May be called again, and from a callback; from there it does not wait for the end. In a
-        fork()ed child it does nothing.
+        May be called again, and from a callback; from there the call does not wait for the end. In
+        a fork()ed child the call does nothing.
         """
         if self._loop.forked:
             return
@@ -526,20 +526,21 @@ class _Endpoint:
 class Listener(_Endpoint):
     """The trainer's end: listens at one address and serves its connections.
 
-    Admission: a peer has 1 s to prove that it knows the token. At most `MAX_UNPROVEN` are in that
-    state; when one more comes, the oldest is dropped, but none within its first 0.1 s. Until one
-    is that old, newcomers wait in the kernel's queue. So a flood can neither take a worker's place
-    nor keep it waiting for long, and its cost is bounded.
+    Admission: a peer has 1 s to prove that it knows the token. At most `MAX_UNPROVEN` peers are in
+    that state; when one more comes, the oldest is dropped, but none within its first 0.1 s. Until
+    one is that old, newcomers wait in the kernel's queue. So a flood can neither take a worker's
+    place nor keep it waiting for long, and its cost is bounded.
 
     Args:
         codec: Messages of the application.
-        address: Where to listen; None for a random abstract Unix address.
+        address: Address to listen at; None for a random abstract Unix address.
         token: Shared secret; None for a new one.
-        on_open: A worker was admitted.
-        on_message: It sent a message.
-        on_close: It is gone; the error says why, None after an orderly `close` of this side.
-            Called exactly once for each connection that `on_open` was called for.
-        on_refused: A peer was not admitted.
+        on_open: Called when a worker was admitted.
+        on_message: Called for each message of an admitted worker.
+        on_close: Called when the worker is gone; the error is the reason, None after an orderly
+            `close` of this side. Called exactly once for each connection that `on_open` was called
+            for.
+        on_refused: Called when a peer was not admitted.
         deadline_s: Silence after which a peer is given up, in seconds; None: never, and there are
             no heartbeats. Either side breaks a silence after a quarter of it, at most 5 s.
         max_connections: Most workers at a time.
@@ -576,7 +577,7 @@ class Listener(_Endpoint):
         self._protocol = protocol
         self._warned_at = -_WARN_EVERY_S
         self._open: set[Connection] = set()
-        # In order of arrival: all have the same time allowed, so the first is the oldest.
+        # In order of arrival: every peer has the same time allowed, so the first is the oldest.
         self._unproven: dict[Connection, float] = {}
 
         def make() -> socket.socket:
@@ -591,7 +592,7 @@ class Listener(_Endpoint):
             self._loop.wait(self._ended)
             raise
         self.address = self._listening.address
-        """Where workers dial in: the real address, with the port that the kernel chose."""
+        """Address that workers dial: the real one, with the port that the kernel chose."""
         self._loop.call_soon(self._resume)
 
     def _begin_close(self) -> None:
@@ -722,22 +723,23 @@ class Listener(_Endpoint):
 class Dialer(_Endpoint):
     """The worker's end: keeps one connection to a listener.
 
-    It dials at once and goes on with pauses of 0.05 s, doubling up to 1 s, with jitter. A refusal
-    (token, user, protocol, no room) is handed to `on_refused` and does not end it either: it tries
-    again every 5 s, since the trainer may be replaced by one that agrees.
+    A dialer dials at once and goes on with pauses of 0.05 s, doubling up to 1 s, with jitter. A
+    refusal (token, user, protocol, no room) is handed to `on_refused` and does not end it either:
+    the next attempts follow every 5 s, since the trainer may be replaced by one that agrees.
 
     An attempt looks a name up, connects and shakes hands on a thread of its own, since all three
     may block; between attempts, and while there is a connection, there is no such thread.
 
     Args:
         codec: Messages of the application.
-        address: Where the listener is; a TCP host name is looked up at each attempt.
+        address: Address of the listener; a TCP host name is looked up at each attempt.
         token: Shared secret.
-        on_open: The connection is there; both sides have proven themselves.
-        on_message: The trainer sent a message.
-        on_close: The connection is gone; the error says why, None after an orderly `close` of
-            this side. Called exactly once for each connection that `on_open` was called for.
-        on_refused: The trainer refused this worker, or this worker the trainer.
+        on_open: Called when there is a connection; both sides have proven themselves.
+        on_message: Called for each message of the trainer.
+        on_close: Called when the connection is gone; the error is the reason, None after an orderly
+            `close` of this side. Called exactly once for each connection that `on_open` was called
+            for.
+        on_refused: Called when the trainer refused this worker, or this worker the trainer.
         redial: Whether to dial again after a connection was lost or refused.
         deadline_s: Longest time for a handshake, in seconds: a stopped or busy trainer may answer
             late.
@@ -772,7 +774,7 @@ class Dialer(_Endpoint):
         super().__init__(codec)
         self.address = address
         self.last_error: WTransferError | None = None
-        """Why there is no connection at the moment; None while there is one."""
+        """Reason why there is no connection at the moment; None while there is one."""
         self._token = token
         self._on_open, self._on_message, self._on_close = on_open, on_message, on_close
         self._on_refused = on_refused
@@ -788,7 +790,7 @@ class Dialer(_Endpoint):
 
     @property
     def connected(self) -> bool:
-        """Whether there is a connection whose handshake is complete."""
+        """True if there is a connection whose handshake is complete."""
         return self._connection is not None and not self._loop.forked
 
     def send(self, message: msgspec.Struct) -> None:
@@ -796,7 +798,7 @@ class Dialer(_Endpoint):
 
         Raises:
             PeerLostError: There is no connection at the moment.
-            ForkedError: This is a fork()ed child.
+            ForkedError: The process is a fork()ed child.
         """
         self._loop.check_process()
         connection = self._connection
@@ -837,7 +839,7 @@ class Dialer(_Endpoint):
             with descriptor_errors(f"connecting to {self.address}"):
                 sock = self._loop.adopt(lambda: socket.socket(address.family, socket.SOCK_STREAM))
             self._connecting = sock
-            # `close` interrupts what waits; a socket that does not wait yet asks by itself.
+            # `close` interrupts a waiting socket; an attempt that does not wait yet checks here.
             self._check_open()
             connect(sock, address, Deadline(_CONNECT_S))
             self._check_open()
@@ -891,7 +893,7 @@ class Dialer(_Endpoint):
         self._pause_s = _FIRST_PAUSE_S
 
     def _failed(self, error: WTransferError) -> None:
-        """Take note of an attempt's end, and plan the next one."""
+        """Record an attempt's failure, and schedule the next one."""
         self._dialing = False
         self.last_error = error
         if self._closing:

@@ -1,6 +1,6 @@
-"""What engines that move tensors by collectives need of a process group, and no more.
+"""Interface of process groups, as small as engines that move tensors by collectives need.
 
-There are three: gloo (`wtransfer.transport.process_group`), NCCL (the distribution
+There are three implementations: gloo (`wtransfer.transport.process_group`), NCCL (the distribution
 ``wtransfer-nccl``), and one in a process's own memory, which fails loudly wherever a real one would
 hang (`wtransfer.testing.communicator`).
 
@@ -9,7 +9,7 @@ Ranks must call the same collectives in the same order with the same sizes: byte
 A rank's operations are carried out one after the other, in the order in which it began them; also
 those that it does not wait for yet. So two ranks that each begin to receive from the other, and to
 send after that, wait for each other, and each for itself: one of the two must send first. The group
-in memory names them, and what they are at, when its time is over.
+in memory names such ranks, and their operations, at its time-out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     import torch
 
 OPERATION_TIMEOUT_S = 120.0
-"""When a rank gives an operation up by itself. The control channel is faster: it calls `abort`."""
+"""Time after which a rank gives an operation up by itself, in seconds. The control channel is
+faster: it calls `abort`."""
 
 
 class Pending(Protocol):
@@ -38,7 +39,7 @@ class Communicator(Protocol):
     """Ranks 0 to ``size - 1`` of one group. `abort` may be called from any thread."""
 
     rank: int
-    """This process's rank."""
+    """Rank of this process."""
     size: int
     """Ranks of the group."""
 
@@ -46,7 +47,7 @@ class Communicator(Protocol):
         """Begin to copy `tensor` from rank `root` into every other rank's.
 
         Args:
-            tensor: uint8, one dimension, contiguous; the same size everywhere. It is the group's
+            tensor: uint8, one dimension, contiguous; the same size everywhere. The group owns it
                 until the operation has been waited for.
             root: Rank that has the bytes.
         """
@@ -55,13 +56,13 @@ class Communicator(Protocol):
         """Begin to send to one rank, which calls `recv`."""
 
     def recv(self, tensor: torch.Tensor, source: int) -> Pending:
-        """Begin to receive what one rank sends."""
+        """Begin to receive from one rank, which calls `send`."""
 
     def abort(self) -> None:
         """Break the group: every wait in it ends with an error here.
 
-        In the other ranks what waits for this one may end, too. They, however, may wait for each
-        other, or for one that is stopped: abort each.
+        Waits of other ranks for this one may end, too. Other ranks, however, may wait for each
+        other, or for a stopped one: abort on every rank.
         """
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ Two algorithms, by name. ``xxh3-128`` where the bytes are in host memory, comput
 that copies them. ``wsum64`` gives the same digits on every device, for where copying the bytes to
 the host would cost more than the transfer (`wtransfer.transport.wsum64` defines it).
 
-Both detect accidents. Neither is cryptographic: that a peer is who it says is the channel's affair.
+The algorithms detect accidents and are not cryptographic: the channel authenticates peers.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ PIECE_NBYTES = 512 * 1024
 
 
 class Digested(NamedTuple):
-    """What one pass over a tensor's bytes found."""
+    """Result of one pass over a tensor's bytes."""
 
     hexdigest: str
     """32 hexadecimal digits."""
     nonfinite: int
-    """Elements that are NaN or infinite; 0 where nobody looked."""
+    """Elements that are NaN or infinite; 0 if they were not counted."""
 
 
 def digest(tensor: torch.Tensor, algorithm: Algorithm = "xxh3-128") -> str:
@@ -54,7 +54,7 @@ def digest(tensor: torch.Tensor, algorithm: Algorithm = "xxh3-128") -> str:
     """
     address = flat_address(tensor) if algorithm == "xxh3-128" else None
     if address is not None:
-        # Nothing but its address is asked of the tensor: a view as an array costs three times this.
+        # Nothing but the tensor's address is used: a view as an array costs three times this.
         return xxhash.xxh3_128_hexdigest((ctypes.c_char * tensor.nbytes).from_address(address))
     if algorithm == "wsum64":
         return wsum64(plain(tensor).view(-1).view(torch.uint8))
@@ -68,17 +68,17 @@ class Unread(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its dtype."""
+        """Dtype of the tensor."""
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """Size in bytes."""
 
     def read(self, into: memoryview, start: int) -> None:
-        """Read bytes into memory: as many as it has, from byte `start` on, in C order."""
+        """Read bytes, from byte `start` on and in C order, until `into` is full."""
 
     def load(self) -> torch.Tensor:
-        """Read all of it into memory of its own."""
+        """Read the whole tensor into memory of its own."""
 
 
 def copy_digest(
@@ -89,13 +89,13 @@ def copy_digest(
 ) -> Digested:
     """Copy or read a tensor's bytes and digest them in one pass.
 
-    What is hashed is the destination, piece by piece right after it was written: should somebody
-    change the source meanwhile, the digest still is that of the bytes that travel.
+    The destination is hashed, piece by piece right after it was written: if the source changes
+    meanwhile, the digest still is that of the bytes that travel.
 
     Args:
         dst: uint8 array of shape ``(src.nbytes,)``, aligned for the dtype.
-        src: Any dtype, strides and device; or what reads itself.
-        algorithm: How to digest.
+        src: Any dtype, strides and device; or an `Unread` tensor.
+        algorithm: Digest algorithm.
         screen: Whether to count NaN and infinity as well.
 
     Raises:
@@ -112,7 +112,7 @@ def copy_digest(
     elif (source := flat_address(src)) is None and dst.size:
         # Strided, or of a device: copied by torch.
         torch.from_numpy(dst).view(src.dtype).view(src.shape).copy_(src.detach())
-    # A fifth of what `dst.ctypes.data` costs.
+    # A fifth of the cost of `dst.ctypes.data`.
     target = ctypes.addressof(ctypes.c_char.from_buffer(dst.data)) if dst.size else 0
     nonfinite = 0
     count = counter(src.dtype) if screen else None

@@ -59,7 +59,7 @@ class Folder:
         parent: The folder in which `path` is a plain name; links are not followed then.
 
     Raises:
-        StorageError: There is none, it is no folder, or may not be read.
+        StorageError: The path does not exist, is no folder, or may not be read.
         DescriptorLimitError: No descriptor is left.
     """
 
@@ -76,7 +76,7 @@ class Folder:
                 self.fd = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=parent.fd)
 
     def close(self) -> None:
-        """Close it; a second call does nothing."""
+        """Close the folder; a second call does nothing."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -98,7 +98,7 @@ class Folder:
         return Folder(name, parent=self)
 
     def names(self) -> list[str]:
-        """Return the names of everything in it, sorted."""
+        """Return the names of everything in the folder, sorted."""
         with storage_errors(f"listing {self.path!r}"):
             return sorted(os.listdir(self.fd))  # noqa: PTH208 - by descriptor
 
@@ -116,7 +116,7 @@ class Folder:
             A descriptor; the caller closes it.
 
         Raises:
-            StorageError: No such file, or it is something else: a link, a folder, a pipe.
+            StorageError: No such file, or not a file: a link, a folder, a pipe.
 
         Cost: never waits for another process.
         """
@@ -137,7 +137,7 @@ class Folder:
             return os.open(plain_name(name), _CREATE, _FILE_MODE, dir_fd=self.fd)
 
     def read(self, name: str, max_nbytes: int, *, follow: bool = False) -> bytes | None:
-        """Return what a file holds; None if there is none.
+        """Return the content of a file; None if there is no such file.
 
         Args:
             name: Plain name.
@@ -145,7 +145,7 @@ class Folder:
             follow: As in `open_file`.
 
         Raises:
-            StorageError: It is larger than `max_nbytes`, no file, or cannot be read.
+            StorageError: The file is larger than `max_nbytes`, no file, or cannot be read.
         """
         try:
             fd = self.open_file(name, follow=follow)
@@ -165,7 +165,7 @@ class Folder:
         """Write a file so that readers see the old one or the new one, also after a crash.
 
         Raises:
-            StorageError: It could not be written; the old one is as it was.
+            StorageError: The file could not be written; the old one is as it was.
         """
         temporary = f".{plain_name(name)}.{secrets.token_hex(8)}.tmp"
         try:
@@ -186,18 +186,18 @@ class Folder:
     # -- the folder itself
 
     def rename(self, name: str, new: str) -> None:
-        """Rename something in it; a folder must not exist under the new name."""
+        """Rename an entry of the folder; no folder must exist under the new name."""
         with storage_errors(f"renaming {self._shown(name)} to {new!r}"):
             os.rename(plain_name(name), plain_name(new), src_dir_fd=self.fd, dst_dir_fd=self.fd)
         self.sync()
 
     def sync(self) -> None:
-        """Bring its names to the disk."""
+        """Bring the folder's names to the disk."""
         with storage_errors(f"syncing {self.path!r}"):
             try:
                 os.fsync(self.fd)
             except OSError as error:
-                # File systems that have nothing to sync for a folder answer so.
+                # File systems that have nothing to sync for a folder return EINVAL.
                 if error.errno != errno.EINVAL:
                     raise
 
@@ -217,7 +217,7 @@ class Folder:
             os.rmdir(name, dir_fd=self.fd)
 
     def sweep(self, is_leftover: Callable[[str], bool]) -> list[str]:
-        """Remove everything whose name `is_leftover`; return the names that cannot be removed."""
+        """Remove entries whose name `is_leftover`; return the names that cannot be removed."""
         left = set(filter(is_leftover, self.names()))
         for name in sorted(left):
             with contextlib.suppress(WTransferError):
@@ -233,11 +233,11 @@ class FolderLock:
     """An exclusive lock among all hosts that share a folder. The kernel frees it at our death.
 
     Args:
-        folder: Stays open for as long as the lock is held.
+        folder: Folder to lock; stays open for as long as the lock is held.
         patience_s: How long to wait for a holder that is about to end, in seconds.
 
     Raises:
-        StorageInUseError: Another process holds it; the text names that process.
+        StorageInUseError: Another process holds the lock; the text names that process.
         StorageError: The lock's file cannot be made, a file of that name was not written by a
             lock, or this file system has no locks.
     """
@@ -259,12 +259,12 @@ class FolderLock:
 
     @property
     def held(self) -> bool:
-        """Whether this process has not released it."""
+        """True if this process has not released the lock."""
         return self._fd is not None
 
     @property
     def in_force(self) -> bool:
-        """Whether it keeps others out: not after its file was removed or replaced by hand."""
+        """True if the lock keeps others out: not after its file was removed or replaced by hand."""
         with storage_errors(f"looking at the lock of {self._folder.path!r}"):
             return self._fd is not None and self._is_named(self._fd)
 
@@ -274,8 +274,8 @@ class FolderLock:
         if fd is None:
             return
         with contextlib.suppress(OSError):
-            # Unlinked before it is freed: a process that waits for the lock finds its file gone,
-            # and opens the next one. Another holder's file stays.
+            # Unlinked before the lock is freed: a process that waits for the lock finds its file
+            # gone, and opens the next one. Another holder's file stays.
             if self._is_named(fd):
                 os.unlink(LOCK_NAME, dir_fd=self._folder.fd)
         os.close(fd)
@@ -284,7 +284,7 @@ class FolderLock:
         fd = os.open(LOCK_NAME, _LOCK, 0o644, dir_fd=self._folder.fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Only then: the holder before may have removed the file after we opened it.
+            # Only then: the previous holder may have removed the file after we opened it.
             if self._is_named(fd):
                 if os.pread(fd, len(_HOLDER), 0) not in (b"", _HOLDER.encode()):
                     raise StorageError(
@@ -303,7 +303,7 @@ class FolderLock:
         return None
 
     def _is_named(self, fd: int) -> bool:
-        """Return whether the file that is open is the one that others will try to lock."""
+        """Return whether the open file is the one that other processes will try to lock."""
         try:
             named = os.stat(LOCK_NAME, dir_fd=self._folder.fd, follow_symlinks=False)
         except FileNotFoundError:
@@ -339,7 +339,7 @@ def plain_name(name: str) -> str:
     """Return a name unless it could lead out of its folder.
 
     Raises:
-        StorageError: It is empty, ``.`` or ``..``, or has a slash, a NUL or too many bytes.
+        StorageError: The name is empty, ``.`` or ``..``, or has a slash, a NUL or too many bytes.
     """
     plain = name not in ("", ".", "..") and "/" not in name and "\0" not in name
     if not plain or len(os.fsencode(name)) > MAX_NAME_NBYTES:
@@ -357,7 +357,7 @@ def write_at(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
     """Write buffers one after the other, from `offset` on.
 
     Raises:
-        OSError: As the system says; what was written until then stays.
+        OSError: The system's error; bytes written until then stay.
     """
     nbytes = sum(each.nbytes for each in buffers)
     if _move(os.pwritev, fd, buffers, offset) != nbytes:
@@ -399,7 +399,7 @@ def storage_errors(what: str) -> Iterator[None]:
         what: The operation, to start the sentence.
 
     Raises:
-        StorageError: Of files and disks.
+        StorageError: Errors of files and disks.
         DescriptorLimitError: No descriptor is left.
         StagingMemoryError: No memory is left.
     """

@@ -44,12 +44,12 @@ HEADER_NBYTES = _CHECKED_NBYTES + _FRAME_CHECK.size
 
 @dataclass(frozen=True)
 class MessageType:
-    """One row of a message table: what a code means and how much of it is allowed."""
+    """One row of a message table: meaning and limits of a code."""
 
     code: int
     """Number on the wire, 0 to 65535; those from 0xFF00 belong to the channel itself."""
     cls: type[msgspec.Struct]
-    """Struct with typed fields; decoding is strict. It may define ``num_entries() -> int``."""
+    """Struct with typed fields, decoded strictly; may define ``num_entries() -> int``."""
     max_nbytes: int = MIB
     """Longest body in bytes, sent or received."""
     max_entries: int = 0
@@ -190,8 +190,8 @@ def _check_limits(row: MessageType, entries: int, nbytes: int, peer: str) -> Non
 class FrameReader:
     """Collect a peer's bytes and yield its messages.
 
-    Memory grows with what arrives, never with what is announced. After an error the reader is of
-    no further use: the position of the next frame is unknown.
+    Memory grows with the bytes that arrive, never with the announced length. After an error the
+    reader is of no further use: the position of the next frame is unknown.
 
     Args:
         codec: Table of the messages that are allowed now; may be replaced between two messages.

@@ -114,7 +114,7 @@ HANDSHAKE = Codec(
 
 
 class Handshake:
-    """What both sides share: the protocol number, and what a `Reject` means."""
+    """Base of both sides: the protocol number, and the meaning of a `Reject`."""
 
     role: ClassVar[str]
     peer_role: ClassVar[str]
@@ -123,7 +123,7 @@ class Handshake:
         self, token: str, protocol: int, heartbeat_s: float | None, deadline_s: float | None
     ) -> None:
         self.complete = False
-        """Whether both proofs are good and the application's messages may follow."""
+        """True if both proofs are good and the application's messages may follow."""
         self.heartbeat_s = heartbeat_s
         """Longest silence to keep, in seconds; valid once complete."""
         self.deadline_s = deadline_s
@@ -142,7 +142,7 @@ class Handshake:
         raise NotImplementedError
 
     def refusal(self, error: PeerError) -> Reject | None:
-        """Return the message that tells the peer why it is refused; None if it refused us."""
+        """Return the message that tells the peer the reason for a refusal; None: it refused us."""
         if self._rejected:
             return None
         return Reject(self._protocol, type(error).__name__, str(error)[:_MAX_REASON])
@@ -250,12 +250,12 @@ class WorkerHandshake(Handshake):
 def shake_hands(
     sock: socket.socket, handshake: WorkerHandshake, deadline: Deadline, listener: str
 ) -> FrameReader:
-    """Prove the token to a listener over a blocking socket, and have it prove the same.
+    """Prove the token to a listener over a blocking socket, and check the listener's proof.
 
     Args:
         sock: Connected; its time-out changes.
         handshake: Complete afterwards.
-        deadline: Bounds the whole.
+        deadline: Bounds the whole handshake.
         listener: Its address, as named in errors.
 
     Returns:
@@ -302,7 +302,7 @@ def _check_nonce(nonce: bytes) -> None:
 
 
 def _proof(token: str, role: str, trainer_nonce: bytes, worker_nonce: bytes) -> bytes:
-    # Both nonces have a fixed length and the role is one of two words: no two inputs collide.
+    # The nonces have a fixed length and the role is one of two words: no two inputs collide.
     text = b"|".join((b"wtransfer", role.encode(), trainer_nonce, worker_nonce))
     return hmac.digest(token.encode(errors="surrogateescape"), text, "sha256")
 

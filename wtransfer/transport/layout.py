@@ -1,4 +1,4 @@
-"""Where the tensors of an update lie: one range of bytes, computed alike on both sides."""
+"""Layout of an update's tensors: one range of bytes, computed alike on both sides."""
 
 from __future__ import annotations
 
@@ -149,10 +149,10 @@ class TensorLayout:
 
         Args:
             memory: uint8, one dimension; host memory or a tensor of any device.
-            number: Which tensor.
+            number: Number of the tensor.
             base: Byte of the layout at which the memory begins.
 
-        Cost: about 1 us, and 1 us more where it has another number of dimensions than one.
+        Cost: about 1 us, and 1 us more for a tensor of another number of dimensions than one.
         """
         shape, dtype = self.shapes[number], self.dtypes[number]
         start = self.starts[number] - base

@@ -59,14 +59,14 @@ _MAX_NBYTES = 4096
 _ONE_FD_NBYTES = socket.CMSG_LEN(array.array("i").itemsize)
 
 Fact = int | str
-"""What an exporter may tell of a segment."""
+"""Type of a fact about a segment."""
 
 
 class Attach(msgspec.Struct):
     """Ask for a segment, once, on a fresh connection."""
 
     segment_id: int
-    """Its number."""
+    """Number of the segment."""
 
 
 class Attached(msgspec.Struct):
@@ -75,7 +75,7 @@ class Attached(msgspec.Struct):
     nbytes: int
     """Size of the segment."""
     facts: dict[str, Fact] = {}
-    """What the exporter tells of it."""
+    """The exporter's facts about the segment."""
 
 
 class Gone(msgspec.Struct):
@@ -102,8 +102,8 @@ class SegmentExporter:
     Every method may be called from any thread. In a forked child every method raises.
 
     Args:
-        address: Where to listen; by default a random abstract Unix address.
-        secret: What a reader has to prove to know; by default a random one.
+        address: Address to listen at; by default a random abstract Unix address.
+        secret: Secret that a reader has to prove to know; by default a random one.
 
     Raises:
         AddressInUseError: Another process listens there.
@@ -111,7 +111,7 @@ class SegmentExporter:
     """
 
     def __init__(self, address: str | None = None, secret: str | None = None) -> None:
-        # Guards segments and leases. A condition, so that `wait_free` hears of every lease's end.
+        # Guards segments and leases. A condition: every lease's end wakes `wait_free`.
         self._changed = threading.Condition()
         self._segments: dict[int, _Exported] = {}
         self._leases: dict[Connection, int] = {}
@@ -128,9 +128,9 @@ class SegmentExporter:
             max_connections=MAX_LEASES,
         )
         self.address = self._listener.address
-        """Where readers connect."""
+        """Address that readers connect to."""
         self.secret = self._listener.token
-        """What a reader has to prove to know; tell it out of band."""
+        """Secret that a reader has to prove to know; hand it over out of band."""
 
     def export(
         self, segment_id: int, segment: Segment, facts: Mapping[str, Fact] | None = None
@@ -139,13 +139,13 @@ class SegmentExporter:
 
         Args:
             segment_id: A number of its own for every content: leases are counted by it.
-            segment: Stays open until it is revoked.
-            facts: What readers shall know of it; some dozens at most.
+            segment: Segment to export; stays open until it is revoked.
+            facts: Facts for readers; some dozens at most.
 
         Raises:
             ValueError: The number is in use.
             ClosedError: The exporter was closed.
-            ForkedError: This is a forked child.
+            ForkedError: The process is a forked child.
         """
         self._check_usable()
         with self._changed:
@@ -154,14 +154,14 @@ class SegmentExporter:
             self._segments[segment_id] = _Exported(segment, dict(facts or {}))
 
     def revoke(self, segment_id: int) -> None:
-        """Export a segment no more; leases that exist go on.
+        """Stop exporting a segment; existing leases go on.
 
-        When this returns, every lease that was ever granted on it is counted: granting happens
+        On return, every lease that was ever granted on the segment is counted: granting happens
         under the same lock, and counts before it sends. So "revoke, then wait until free" cannot
-        miss a reader. Revoking what is not exported does nothing.
+        miss a reader. Revoking a segment that is not exported does nothing.
 
         Raises:
-            ForkedError: This is a forked child.
+            ForkedError: The process is a forked child.
         """
         self._listener.check_process()
         with self._changed:
@@ -175,11 +175,11 @@ class SegmentExporter:
             timeout_s: Longest wait, in seconds.
 
         Returns:
-            Whether it is free. False: take another segment, this one must not be rewritten.
+            True if the segment is free. False: take another one, this one must not be rewritten.
 
         Raises:
             ClosedError: The exporter was closed, so that leases are no longer counted.
-            ForkedError: This is a forked child.
+            ForkedError: The process is a forked child.
         """
         self._check_usable()
         with self._changed:
@@ -192,8 +192,8 @@ class SegmentExporter:
     def close(self) -> None:
         """Stop exporting; a second call does nothing.
 
-        Mappings that exist stay valid, but are no longer known: memory that was exported must not
-        be rewritten after this.
+        Existing mappings stay valid, but are no longer counted: exported memory must not be
+        rewritten afterwards.
         """
         if os.getpid() != self._pid:
             return
@@ -217,7 +217,7 @@ class SegmentExporter:
             exported = self._segments.get(message.segment_id)
             if exported is not None:
                 # Under the lock, since a revoked segment's descriptor may be closed and its number
-                # reused. Counted before it is sent: from then on the reader may map and read.
+                # reused. Counted before the send: from then on the reader may map and read.
                 fd = exported.segment.fd
                 self._leases[connection] = message.segment_id
                 connection.send_descriptor(Attached(exported.segment.nbytes, exported.facts), fd)
@@ -238,7 +238,7 @@ class Lease:
     """
 
     segment_id: int
-    """Number under which it is exported."""
+    """Number under which the segment is exported."""
     nbytes: int
     """Size in bytes."""
     mapping: ByteArray
@@ -249,9 +249,9 @@ class Shared(NamedTuple):
     """A segment that two processes write to."""
 
     segment: Segment
-    """It; stays when the exporter is gone."""
+    """The segment; stays when the exporter is gone."""
     facts: dict[str, Fact]
-    """What the exporter tells of it."""
+    """The exporter's facts about it."""
 
 
 def attach(address: str, secret: str, segment_id: int, timeout_s: float) -> Lease:
@@ -261,7 +261,7 @@ def attach(address: str, secret: str, segment_id: int, timeout_s: float) -> Leas
         address: `SegmentExporter.address`.
         secret: `SegmentExporter.secret`.
         segment_id: Number of the segment.
-        timeout_s: Longest time for the whole, in seconds.
+        timeout_s: Longest time for the whole call, in seconds.
 
     Raises:
         SegmentGoneError: The exporter does not export this segment (any more).
@@ -298,7 +298,7 @@ def share(address: str, secret: str, segment_id: int, timeout_s: float) -> Share
 def _attached(
     address: str, secret: str, segment_id: int, timeout_s: float
 ) -> Iterator[tuple[socket.socket, Attached, int]]:
-    """Get a segment's descriptor, open as long as the context, over a connection of its own."""
+    """Get a segment's descriptor, open within the context, over a connection of its own."""
     deadline = Deadline(timeout_s)
     parsed = parse_address(address)
     if not parsed.is_unix:
@@ -323,7 +323,7 @@ def _attached(
             answer = next(reader.feed(b""), None)
             while answer is None:
                 limit_wait(sock, deadline)
-                # Not socket.recv_fds, which forgets the flag: a program started by another thread
+                # Not socket.recv_fds, which drops the flag: a program started by another thread
                 # just now would inherit the descriptor.
                 data, ancillary, _, _ = sock.recvmsg(
                     _MAX_NBYTES, _ONE_FD_NBYTES, socket.MSG_CMSG_CLOEXEC

@@ -1,7 +1,7 @@
 """The process's channel thread: it waits for sockets and timers, and survives a fork.
 
-All listeners, dialers and connections of a process share one loop. It starts with its first user
-and ends with its last.
+Listeners, dialers and connections of a process all share one loop. The loop starts with its first
+user and ends with its last.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ WRITE = selectors.EVENT_WRITE
 _WAIT_S = 5.0
 
 # Held while a descriptor is made and recorded, and during every fork: no child is born between the
-# two, so none inherits a socket that it does not know and would keep open for ever. Reentrant, for
-# a signal handler that forks.
+# two, so no child inherits a socket that it does not know and would keep open for ever. Reentrant,
+# for a signal handler that forks.
 _fork_lock = threading.RLock()
 _shared: Loop | None = None
 _alive: set[Loop] = set()
@@ -50,7 +50,7 @@ class Timer:
         self.call: Callable[[], None] | None = call
 
     def cancel(self) -> None:
-        """Forget the call; harmless when it has been made."""
+        """Forget the call; harmless after it has been made."""
         self.call = None
 
 
@@ -87,9 +87,9 @@ class Loop:
 
     def __init__(self) -> None:
         self.forked = False
-        """Whether this is a fork()ed child, in which nothing of this loop is open."""
+        """True in a fork()ed child, in which no descriptor of this loop is open."""
         self.buffer = memoryview(bytearray(SLICE_NBYTES))
-        """Where handlers read to: one for all sockets, valid until the handler returns."""
+        """Buffer that handlers read to: one for all sockets, valid until the handler returns."""
         self._users: set[object] = set()
         self._sockets: set[socket.socket] = set()
         self._calls: deque[Callable[[], None]] = deque()
@@ -107,7 +107,7 @@ class Loop:
         self._thread = threading.Thread(target=self._run, name="wtransfer-channel", daemon=True)
 
     def leave(self, user: object) -> None:
-        """Take note that a user has ended; the thread ends after this turn if none is left."""
+        """Remove a user that has ended; the thread ends after this turn if none is left."""
         global _shared  # noqa: PLW0603
         with _fork_lock:
             self._users.discard(user)
@@ -126,10 +126,10 @@ class Loop:
             self._thread.join(_WAIT_S)
 
     def check_process(self) -> None:
-        """Refuse to work in a child of the process that made this loop.
+        """Raise in a child of the process that made this loop.
 
         Raises:
-            ForkedError: This is such a child.
+            ForkedError: The process is such a child.
         """
         if self.forked:
             raise ForkedError(
@@ -138,7 +138,7 @@ class Loop:
             )
 
     def call_soon(self, call: Callable[[], None]) -> bool:
-        """Have a call made on the loop's thread.
+        """Schedule a call on the loop's thread.
 
         Returns:
             False if the loop has ended and the call will not be made.
@@ -153,7 +153,7 @@ class Loop:
             return True
 
     def call_later(self, seconds: float, call: Callable[[], None]) -> Timer:
-        """Have a call made on the loop's thread in `seconds`."""
+        """Schedule a call on the loop's thread in `seconds`."""
         timer = Timer(call)
         due = time.monotonic() + seconds
         heapq.heappush(self._timers, (due, next(self._timer_numbers), timer))
@@ -177,7 +177,7 @@ class Loop:
         return sock
 
     def release(self, sock: socket.socket) -> None:
-        """Close a socket; one that is watched only on the loop's thread."""
+        """Close a socket; a watched one only on the loop's thread."""
         if not self._disposed and sock.fileno() >= 0 and sock in self._selector.get_map():
             self._selector.unregister(sock)
         with _fork_lock:
@@ -187,9 +187,9 @@ class Loop:
     def watch(self, sock: socket.socket, events: int, handler: Callable[[int], None]) -> None:
         """Call `handler(mask)` whenever one of `events` is possible; 0 to stop.
 
-        Level-triggered: a handler need not exhaust what is there.
+        Level-triggered: a handler need not read all that is there.
         """
-        # By number: for a socket that is not there selectors formats its address, also of bytes.
+        # By number: for an unknown socket selectors formats its address, also of bytes.
         known = sock.fileno() in self._selector.get_map()
         if not events:
             if known:
@@ -204,7 +204,7 @@ class Loop:
             while not self._stopping:
                 for key, mask in self._selector.select(self._patience()):
                     self._guard(key.data, mask)
-                # Only those that wait now: calls that make calls must not keep sockets waiting.
+                # Only calls that wait now: calls that add calls must not keep sockets waiting.
                 for _ in range(len(self._calls)):
                     self._guard(self._calls.popleft())
                 now = time.monotonic()

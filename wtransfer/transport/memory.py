@@ -1,12 +1,12 @@
 """Anonymous shared memory: made and pre-faulted by one process, mapped privately by others.
 
 A segment has no name in any file system, so nothing is left behind however its processes end. A
-process gets at it only by being handed the descriptor (`wtransfer.transport.lease`).
+process reaches it only through the descriptor (`wtransfer.transport.lease`).
 
-Fresh pages cost ten times a copy. They are therefore touched once, ahead of use: by the writer with
-MADV_POPULATE_WRITE when the segment is made, by a reader with MADV_POPULATE_READ as it goes along.
-MAP_POPULATE is never used: on a private writable mapping it copies every page, which doubles the
-memory and freezes the mapping at what the segment held at that moment.
+Fresh pages cost ten times a copy. Pages are therefore touched once, ahead of use: by the writer
+with MADV_POPULATE_WRITE when the segment is made, by a reader with MADV_POPULATE_READ as it goes
+along. MAP_POPULATE is never used: on a private writable mapping it copies every page, which doubles
+the memory and freezes the mapping at the segment's content of that moment.
 
 Segments consist of huge pages where the kernel has them to give (MADV_COLLAPSE, Linux 6.1): a copy
 is a tenth faster then, and entering a GiB into a reader's page table, or taking it out, costs 1 ms
@@ -47,7 +47,7 @@ PAGE_NBYTES = mmap.PAGESIZE
 ADVISE_NBYTES = 8 * 1024 * 1024
 """Bytes populated by one system call; it holds the address space's lock meanwhile."""
 HUGE_PAGE_NBYTES = 2 * 1024 * 1024
-"""Size of a huge page, and alignment of whatever is at least as large."""
+"""Size of a huge page, and alignment of mappings that are at least as large."""
 
 # Not in the mmap module yet; Linux 5.14, the last one 6.1.
 _MADV_POPULATE_READ = 22
@@ -55,8 +55,8 @@ _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
 
 _COLLAPSE_S = 0.25
-"""Longest time spent on huge pages, which save 0.1 s per GiB and round: on a machine short of them,
-or of memory that it has ever touched, small ones have to do."""
+"""Longest time spent on huge pages, in seconds; they save 0.1 s per GiB and round. On a machine
+short of them, or of memory that it has ever touched, small ones have to do."""
 
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -84,8 +84,8 @@ class Segment:
 
     Args:
         nbytes: Size; also 0.
-        on_step: Called again and again while the memory is taken, which may last; what it raises
-            ends that.
+        on_step: Called again and again while the memory is taken, which may last; ends that by
+            raising.
         populated: Whether to take the memory now. If not, `populate` must follow for every range
             before it is written to: a write that finds no memory left is SIGBUS.
 
@@ -114,11 +114,11 @@ class Segment:
         """Map a segment that another process made, so that both write to the same memory.
 
         Args:
-            fd: Its descriptor; belongs to the result from here on, also if this fails.
-            nbytes: Its size.
+            fd: Descriptor of the segment; belongs to the result from here on, also after a failure.
+            nbytes: Size of the segment.
 
         Raises:
-            TruncatedError: It is smaller; touching what is past its end would be SIGBUS.
+            TruncatedError: The segment is smaller; touching memory past its end would be SIGBUS.
             StagingMemoryError: There is no address space left.
         """
         segment = cls.__new__(cls)
@@ -143,7 +143,7 @@ class Segment:
         Args:
             start: First byte.
             length: Number of bytes.
-            on_step: Called again and again; what it raises ends this.
+            on_step: Called again and again; ends the call by raising.
 
         Raises:
             StagingMemoryError: There is not that much memory.
@@ -177,7 +177,7 @@ class Segment:
         return self._buffer
 
     def close(self) -> None:
-        """Give up descriptor and mapping; the memory goes with its last user anywhere."""
+        """Release descriptor and mapping; the memory is freed with its last user anywhere."""
         self._buffer = None
         self._close_fd()
 
@@ -187,7 +187,7 @@ def _sealed_memory(nbytes: int) -> int:
     try:
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, max(nbytes, 1))
-        # Nobody can cut it under a reader, whom that would end with SIGBUS.
+        # Sealed: no process can truncate it under a reader, which would die of SIGBUS.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     except BaseException:
         os.close(fd)
@@ -196,17 +196,17 @@ def _sealed_memory(nbytes: int) -> int:
 
 
 def map_private(fd: int, nbytes: int) -> ByteArray:
-    """Map a segment copy-on-write: what is written here stays here.
+    """Map a segment copy-on-write: writes stay in this process.
 
-    Pages that were never written here show what the segment holds *now*: whoever maps a segment
-    needs a lease on it, so that its owner leaves it alone.
+    Pages that were never written here show the segment's *present* content: a process that maps a
+    segment needs a lease on it, so that its owner does not rewrite it.
 
     Args:
         fd: Descriptor; may be closed afterwards.
         nbytes: Size to map.
 
     Returns:
-        uint8 array, not populated. The mapping ends with it and all that was made from it.
+        uint8 array, not populated. The mapping ends with it and all views made from it.
 
     Raises:
         TruncatedError: The segment is smaller; reading past its end would be SIGBUS.
@@ -234,7 +234,7 @@ def populate(mapping: ByteArray, start: int, length: int) -> None:
     Raises:
         StagingMemoryError: The kernel cannot.
 
-    Cost: about 60 ms per GiB, 1 ms where it consists of huge pages; other threads run meanwhile.
+    Cost: about 60 ms per GiB, 1 ms for huge pages; other threads run meanwhile.
     """
     with os_errors(f"populating {length:,} bytes"):
         _populate(mapping, start, length, _MADV_POPULATE_READ)
@@ -246,7 +246,7 @@ def _collapse(mapping: ByteArray) -> None:
     end = mapping.size - mapping.size % HUGE_PAGE_NBYTES
     for at in range(0, end, ADVISE_NBYTES):
         part = mapping[at : min(at + ADVISE_NBYTES, end)]
-        # The kernel makes a huge page of a small one and what is missing, not of nothing.
+        # The kernel collapses a range only if it holds at least one small page.
         _touch(part[::HUGE_PAGE_NBYTES], write=True)
         refused = _madvise(part.ctypes.data, part.size, _MADV_COLLAPSE) != 0
         if refused or time.monotonic() > give_up_at:
@@ -283,10 +283,10 @@ def _touch(one_byte_per_page: ByteArray, *, write: bool) -> None:
 
 @contextlib.contextmanager
 def os_errors(what: str) -> Iterator[None]:
-    """Turn what the kernel says when memory or descriptors run out into our errors.
+    """Translate the kernel's errors for a lack of memory or descriptors.
 
     Args:
-        what: What was being done, to start the sentence.
+        what: The operation, to start the sentence.
 
     Raises:
         StagingMemoryError: No memory or address space.
@@ -309,7 +309,7 @@ def os_errors(what: str) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether torch or the system means a shortage of memory."""
+    """Return whether an error of torch or the system means a shortage of memory."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOMEM, errno.ENOSPC)
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
@@ -318,14 +318,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(nbytes: int | str, cause: BaseException) -> StagingMemoryError:
-    """Return the error that every shortage of staging memory becomes."""
+    """Return the error for a shortage of staging memory."""
     return StagingMemoryError(
         f"no memory to stage {nbytes} bytes: {cause}; free memory, or use an engine that stages "
         "once per host (shm)"
     )
 
 
-# -- how much there is ------------------------------------------------------------------------
+# -- available memory -------------------------------------------------------------------------
 
 
 def require_memory(nbytes: int, what: str) -> None:
@@ -333,7 +333,7 @@ def require_memory(nbytes: int, what: str) -> None:
 
     Args:
         nbytes: Bytes needed.
-        what: What they are for, to start the sentence.
+        what: Purpose of the bytes, to start the sentence.
 
     Raises:
         StagingMemoryError: With both numbers.
@@ -353,7 +353,7 @@ def available_memory() -> int:
     file cache counts as free) and RLIMIT_AS.
 
     Raises:
-        DescriptorLimitError: No descriptor is left to find out with.
+        DescriptorLimitError: No descriptor is left to read the limits.
 
     Cost: about 0.2 ms.
     """
@@ -381,7 +381,7 @@ class _CgroupFiles(NamedTuple):
     inactive_cache: str
 
     def free(self, folder: Path) -> Iterator[int]:
-        """Yield what one group still allows; nothing where it has no limit or no such files."""
+        """Yield the bytes that one group still allows; nothing without a limit or such files."""
         with contextlib.suppress(OSError, ValueError):
             limit = int((folder / self.limit).read_text(encoding="ascii"))
             used = int((folder / self.usage).read_text(encoding="ascii"))
@@ -425,10 +425,10 @@ def map_file(fd: int, nbytes: int, *, private: bool) -> ByteArray:
     Args:
         fd: Descriptor; may be closed afterwards, and none is kept.
         nbytes: Size to map, at least 1 and at most the file's.
-        private: Whether what is written stays in this process (copy-on-write).
+        private: Whether writes stay in this process (copy-on-write).
 
     Returns:
-        uint8 array of shape ``(nbytes,)``. Whatever is made from it keeps it, and it the mapping.
+        uint8 array of shape ``(nbytes,)``. Views made from it keep it, and it the mapping.
 
     Raises:
         OSError: The kernel cannot.
@@ -442,7 +442,7 @@ def map_file(fd: int, nbytes: int, *, private: bool) -> ByteArray:
         prot=prot,
     )
     offset = -np.frombuffer(owner, dtype=np.uint8).ctypes.data % alignment
-    # Not a slice: slices of a slice would keep the owner, and let go of what is returned here.
+    # Not a slice: slices of a slice would keep the owner, not the array that is returned here.
     array = np.frombuffer(owner, dtype=np.uint8, count=nbytes, offset=offset)
     flags = _MAP_FIXED | (mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
     if _mmap(array.ctypes.data, nbytes, prot, flags, fd, 0) == _MAP_FAILED:

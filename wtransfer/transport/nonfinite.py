@@ -75,7 +75,7 @@ def count_nonfinite(tensor: torch.Tensor) -> int:
     Args:
         tensor: Any dtype, strides and device.
 
-    Cost: on the host two passes over its bytes; elsewhere it is counted where it lies.
+    Cost: on the host two passes over its bytes; tensors of a device are counted there.
     """
     count = counter(tensor.dtype)
     if count is None:
@@ -90,6 +90,6 @@ def count_nonfinite(tensor: torch.Tensor) -> int:
 
 
 def _count_on_device(part: torch.Tensor) -> int:
-    # isfinite does not know the 8-bit floats; each of them is exact in float32.
+    # isfinite does not know the 8-bit floats; their values are exact in float32.
     wide = part.float() if part.itemsize == 1 else part
     return int(torch.isfinite(wide).logical_not_().sum())

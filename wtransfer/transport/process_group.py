@@ -5,11 +5,11 @@ Gloo cannot be told to stop. An operation ends when its bytes have moved, or by 
 midst of a tensor ends it no sooner, and a group is not released before its operations have ended.
 So each group has one thread, which waits for its operations in order, holds their memory, and
 releases the group after the last one. Callers wait for that thread, and an abort ends their waits
-at once: what is left of the group then stays with its thread until gloo has ended. Until then the
+at once: the rest of the group then stays with its thread until gloo has ended. Until then the
 memory is in use, so it is never handed out again while a rank that is resumed could write to it.
 
 An abort also lets one operation of the group time out, at which gloo closes all connections of this
-rank. That ends whatever has not begun to move, here and in the ranks that wait for this one.
+rank. Operations that have not begun to move end then, here and in the ranks that wait for this one.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class GlooPending:
     """One operation. Made by `GlooCommunicator`.
 
     Args:
-        work: Torch's.
-        timeout: Its time-out; None: it has the group's.
-        tensor: Its memory.
+        work: Torch's work object.
+        timeout: Time-out of the operation; None: the group's.
+        tensor: Memory of the operation.
         rank: This rank, for errors.
     """
 
@@ -80,18 +80,18 @@ class GlooPending:
         Raises:
             GroupError: A rank is gone or late, or the group was aborted.
         """
-        # Without a time-out: gloo has one, and an abort does not wait for that.
+        # Without a time-out: gloo has one, and an abort does not wait for gloo's.
         self._ended.wait()
         if self._error is not None:
             raise GroupError(f"{self._rank}: {self._error}")
 
     @property
     def is_under_way(self) -> bool:
-        """Whether gloo has not ended it, whatever its waits were told."""
+        """True until gloo has ended the operation, even if its waits have ended."""
         return self._work is not None
 
     def carry_out(self) -> None:
-        """Wait until gloo has ended, then let go of the memory; on the group's thread."""
+        """Wait until gloo has ended, then release the memory; on the group's thread."""
         error = None
         try:
             self._work.wait() if self._timeout is None else self._work.wait(self._timeout)
@@ -101,25 +101,25 @@ class GlooPending:
         self.end(error)
 
     def end(self, error: str | None) -> None:
-        """End every wait for it; the first call counts."""
+        """End every wait for the operation; the first call counts."""
         if not self._ended.is_set():
             self._error = error
             self._ended.set()
 
 
 class GlooCommunicator:
-    """A group of CPU ranks on one or several hosts, over TCP. It has to be closed.
+    """A group of CPU ranks on one or several hosts, over TCP; must be closed.
 
     Args:
-        rendezvous: Where the ranks meet. Its host keeps it open until every rank has its group.
-        rank: This process's rank.
+        rendezvous: Rendezvous of the ranks. Its host keeps it open until every rank has its group.
+        rank: Rank of this process.
         size: Ranks of the group.
         host: Address of this machine at which the other ranks reach it; nothing else listens.
         timeout_s: Longest wait for the other ranks to arrive, in seconds.
         operation_timeout_s: Gloo's time-out for an operation, in seconds.
         max_abandoned: Closed groups of this process and rank that gloo may still keep, with their
-            memory, while this one forms; more are waited for. None: any number, and this one is
-            not counted later.
+            memory, while this group forms; more are waited for. None: any number, and this group
+            is not counted later.
 
     Raises:
         GroupError: The rank is taken, or the ranks cannot connect to each other.
@@ -201,8 +201,8 @@ class GlooCommunicator:
                     _abandoned[self.rank].append(self._thread)
                 self._to_do.put(None)
             is_broken = any(pending.is_under_way for pending in self._under_way)
-        # Also where another thread has closed it: a process that ends while a group is released is
-        # aborted by torch.
+        # Also where another thread has closed the group: torch aborts a process that ends while a
+        # group is released.
         self._thread.join(BROKEN_GRACE_S if is_broken else RELEASE_GRACE_S)
 
     def _begin(
@@ -217,7 +217,7 @@ class GlooCommunicator:
             try:
                 work = begin(self._group)
             except RuntimeError as error:
-                # Its frames have torch's group, which would live as long as the error.
+                # The error's frames hold torch's group, which would live as long as the error.
                 raise GroupError(f"{self._name}: {error}") from error.with_traceback(None)
             pending = GlooPending(work, timeout, tensor, self._name)
             self._under_way.add(pending)
@@ -225,12 +225,12 @@ class GlooCommunicator:
         return pending
 
     def _carry_out(self, group: Any) -> None:
-        """Run the group's thread; its frame has the group until all operations have ended."""
+        """Run the group's thread; its frame holds the group until all operations have ended."""
         for pending in iter(self._to_do.get, None):
             pending.carry_out()
             with self._lock:
                 self._under_way.discard(pending)
-            # Waiting for the next one, this frame would keep it.
+            # While waiting for the next operation, this frame would keep the last one.
             del pending
         del group
         if self._is_counted:

@@ -1,15 +1,16 @@
-"""Where the ranks of a group find each other: a store that one of them hosts.
+"""Rendezvous of the ranks of a group: a store that one of them hosts.
 
-The host binds the listening socket itself, and hands it to the store: so it listens at the one
-address that it was told, and the kernel picks the port, without a race for a free one.
+The host binds the listening socket itself, and hands it to the store: so the store listens at the
+one address that the host was given, and the kernel picks the port, without a race for a free one.
 
-The store is torch's. It has no authentication: keys stand under a random name that only ranks are
+The store is torch's and has no authentication: keys stand under a random name that only ranks are
 told, so a stranger who can reach the port can neither find nor guess them, but could fill its
 memory. Let it listen on loopback or on a network of your own.
 
-The store's client waits for an answer without a bound: its time-out is for connecting only. So all
-that asks the store runs on a thread that is left behind when the time is over or the rendezvous is
-cancelled. It ends with its connection: when the store's host goes on, ends, or is given up by TCP.
+The store's client waits for an answer without a bound: its time-out is for connecting only. So
+every call to the store runs on a thread that is left behind when the time is over or the rendezvous
+is cancelled. The thread ends with its connection: when the store's host goes on, ends, or is given
+up by TCP.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ dist: Any = torch.distributed  # whose stores torch does not declare
 T = TypeVar("T")
 
 POLL_S = 0.005
-"""Time between two looks: at the ranks that have arrived, and for a cancellation."""
+"""Time between two polls, for arrived ranks and for a cancellation, in seconds."""
 CONNECT_TIMEOUT_S = 20.0
 """Longest wait for the host."""
 GRACE_S = 0.5
-"""How much later than at its deadline a wait for a host ends that does not answer."""
+"""Time past its deadline at which a wait for a host that does not answer ends, in seconds."""
 
 
 class Rendezvous:
@@ -50,9 +51,9 @@ class Rendezvous:
 
     Args:
         host: Host of the store.
-        port: Its port.
+        port: Port of the store.
         name: Prefix of the keys of this meeting.
-        listener: Where `serve` shall listen; None: another process has the store.
+        listener: Socket for `serve` to listen at; None: another process has the store.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Rendezvous:
         self.port = port
         self.name = name
         self._listener = listener
-        # The store itself, kept until `close`.
+        # The hosted store, kept until `close`.
         self._server: Any = None
         self._store: Any = None
         self._closed = False
@@ -84,8 +85,8 @@ class Rendezvous:
     def serve(self, timeout_s: float | None = None) -> None:
         """Open the store, and connect to it; on the host, once.
 
-        Torch asks the system's resolver here, now and then: that takes seconds where none answers,
-        so a thread on which others wait makes this call on another one.
+        Torch asks the system's resolver here, now and then: that takes seconds where no resolver
+        answers, so a thread on which others wait makes this call on another one.
 
         Args:
             timeout_s: Longest wait, in seconds; None: `CONNECT_TIMEOUT_S`.
@@ -101,7 +102,7 @@ class Rendezvous:
 
         def open_store() -> Any:
             assert self._listener is not None
-            # The store's from here on. Either this or `close` has it.
+            # The store's from here on. Either this line or `close` takes the descriptor.
             fd = self._listener.socket.detach()
             if fd < 0:
                 raise GroupError(f"the rendezvous at {where} was closed before it was opened")
@@ -116,7 +117,7 @@ class Rendezvous:
 
         what = f"opening the rendezvous at {where}: torch asks the resolver of this host"
         self._server = self.call(open_store, what, limit_s)
-        # As every other rank does: a group keeps its connection and may end late, but not the port.
+        # As on every other rank: a group keeps its connection and may end late, but not the port.
         self.join(deadline.remaining())
 
     def join(self, timeout_s: float | None = None) -> None:
@@ -148,7 +149,7 @@ class Rendezvous:
         try:
             self.host, self._store = self.call(connect, f"the rendezvous at {where}", limit_s)
         except GroupError:
-            # Also a ConnectionError, but of the cancelled rendezvous, not of the address.
+            # Also a ConnectionError; the cause is the cancelled rendezvous, not the address.
             raise
         except (OSError, dist.DistError) as error:
             raise PeerLostError(
@@ -161,7 +162,7 @@ class Rendezvous:
 
         Args:
             rank: This rank.
-            size: How many are expected.
+            size: Number of expected ranks.
             timeout_s: Longest wait, in seconds.
 
         Raises:
@@ -181,11 +182,11 @@ class Rendezvous:
             raise PeerLostError(f"the rendezvous at {where} is gone: {error}") from error
 
     def call(self, function: Callable[[], T], what: str, timeout_s: float) -> T:
-        """Call what may ask the store, on a thread that can be left behind; return its result.
+        """Make a call that may ask the store, on a thread that can be left; return its result.
 
         Args:
             function: The call. Its result is dropped if it comes too late.
-            what: What it does, for the error.
+            what: Description of the call, for the error.
             timeout_s: Longest wait, in seconds.
 
         Raises:
@@ -197,7 +198,7 @@ class Rendezvous:
             try:
                 return function()
             except BaseException as error:
-                # Its frames refer to sockets, which would live as long as the error.
+                # The error's frames refer to sockets, which would live as long as the error.
                 forget_frames(error)
                 raise
 
@@ -224,7 +225,7 @@ class Rendezvous:
         self._cancelled.set()
 
     def close(self) -> None:
-        """Cancel, and let go of the store; on its host the port is free afterwards."""
+        """Cancel, and release the store; on its host the port is free afterwards."""
         self._closed = True
         self.cancel()
         self._store = self._server = None
@@ -235,7 +236,7 @@ class Rendezvous:
         """Raise if the rendezvous was cancelled.
 
         Raises:
-            GroupError: It was.
+            GroupError: The rendezvous was cancelled.
         """
         if self._cancelled.is_set():
             raise GroupError(f"this rendezvous was {'closed' if self._closed else 'called off'}")
@@ -304,9 +305,9 @@ def join_rendezvous(host: str, port: int, name: str, timeout_s: float | None = N
     """Connect to a store; as `Rendezvous.join`.
 
     Args:
-        host: Its host.
-        port: Its port.
-        name: Of the meeting.
+        host: Host of the store.
+        port: Port of the store.
+        name: Name of the meeting.
         timeout_s: Longest wait for the host, in seconds; None: `CONNECT_TIMEOUT_S`.
     """
     rendezvous = Rendezvous(host, port, name)

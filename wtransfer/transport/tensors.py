@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     ByteArray: TypeAlias = npt.NDArray[np.uint8]
     """One-dimensional uint8 array."""
 
-# Older torch releases lack some of the dtypes; those cannot arrive there, and are refused by name.
+# Older torch releases lack some of the dtypes; such dtypes are refused by name there.
 _BY_NAME: dict[str, torch.dtype] = {
     name: dtype for name in DTYPES if isinstance(dtype := getattr(torch, name, None), torch.dtype)
 }
 _BY_DTYPE: dict[torch.dtype, str] = {dtype: name for name, dtype in _BY_NAME.items()}
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Types of which torch's own answers hold; a subclass may change any of them."""
+"""Types with torch's own behaviour; a subclass may override any of it."""
 
 
 def own_memory(nbytes: int) -> ByteArray:
@@ -73,7 +73,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def lacks_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's storage ends before its last element: reading it would read on.
+    """Return whether a tensor's storage ends before its last element: a read would overrun it.
 
     Cost: about 0.5 us.
     """
@@ -98,13 +98,13 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     """
     is_plain = type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided
     if is_plain and tensor.dtype is torch.bool:
-        # As bytes: torch makes 1 of every byte but 0.
+        # As bytes: torch turns every byte but 0 into 1.
         return tensor.detach().view(torch.uint8).contiguous().view(torch.bool)
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def flat_address(tensor: torch.Tensor) -> int | None:
-    """Return where a tensor's bytes begin in host memory; None unless they lie in C order there.
+    """Return the host address of a tensor's bytes; None: not in host memory, or not in C order.
 
     Cost: about 0.5 us.
     """
@@ -116,7 +116,7 @@ def flat_address(tensor: torch.Tensor) -> int | None:
         and not tensor.is_conj()
         and not tensor.is_neg()
     ):
-        # Of a tensor without elements, or without memory, 0.
+        # 0 for a tensor without elements, or without memory.
         return tensor.data_ptr() or None
     return None
 

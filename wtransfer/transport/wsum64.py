@@ -48,7 +48,7 @@ class WeightedSum:
     """A ``wsum64`` under way, fed in pieces.
 
     Args:
-        device: Where the pieces lie; only the two sums are ever copied from there.
+        device: Device of the pieces; only the two sums are ever copied from there.
     """
 
     def __init__(self, device: torch.device = _HOST) -> None:
@@ -60,7 +60,7 @@ class WeightedSum:
 
         Args:
             piece: uint8, shape ``(n,)``, contiguous; n is a multiple of 4 in all but the last.
-                Memory must be writable, since torch wants that.
+                Memory must be writable, since torch requires it.
         """
         if not isinstance(piece, torch.Tensor):
             piece = torch.frombuffer(piece, dtype=torch.uint8)
@@ -79,11 +79,11 @@ class WeightedSum:
 
 
 def wsum64(data: torch.Tensor) -> str:
-    """Return the digest of bytes, computed where they lie.
+    """Return the digest of bytes, computed on their device.
 
     Args:
         data: uint8, shape ``(n,)``, contiguous, on any device. Pinned host memory is read by the
-            current CUDA device, a piece at a time: many times faster than here.
+            current CUDA device, a piece at a time: many times faster than on the CPU.
 
     Returns:
         32 hexadecimal digits.

@@ -1,1 +1,1 @@
-"""Which worker holds which version: rounds on both sides, over the control channel."""
+"""The version that each worker holds: rounds on both sides, over the control channel."""

@@ -1,4 +1,4 @@
-"""The identity of weights that are there already: what a round that brings them would call them."""
+"""The identity of existing weights: the fingerprint that a round with them would have."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def module_fingerprint(
         algorithm: How the publisher's engine digests: its ``digest_algorithm``.
 
     Raises:
-        ManifestError: The module names something that no update can hold.
+        ManifestError: The module names a tensor that no update can hold.
 
     Cost: one pass over the weights, at the speed of the digest.
     """
     source = DigestingSource(as_source(module), algorithm, screen=False)
     layout = source.plan()
     for _ in source.iter_full():
-        pass  # It digests what it yields.
+        pass  # The source digests each tensor that it yields.
     return layout.fingerprint(source.digests())

@@ -4,7 +4,7 @@ T is the trainer's publisher, W a worker session. One round:
 
 1. T `Plan`; W `Accept` or `Refuse`. All accept before any byte moves. A manifest that a worker
    has had over this very connection, and has not refused, is only named.
-2. T `Data` (zero or more); W `Received` or `Fault`, and `Progress` while it is at it.
+2. T `Data` (zero or more); W `Received` or `Fault`, and `Progress` meanwhile.
 3. T `Prepare`; W `Vote`, or `Fault`. To a vote for another set than was sent, which no commit can
    follow, T answers with `Compare`, and W says in a `Fault` which pieces differ.
 4. T `Commit`; W `Ack` when the thread that owns the model has applied it (or could not).
@@ -65,8 +65,8 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 def clipped(text: str) -> str:
     """Return a text that can be sent: bounded, and with lone surrogates written out.
 
-    A message that cannot be encoded or exceeds its limit is never heard of on the other side, and
-    what engines and file names put into an error is not ours to choose.
+    A message that cannot be encoded or exceeds its limit never reaches the other side, and the
+    text that engines and file names put into an error can be anything.
     """
     raw = text[: MAX_TEXT_NBYTES + 1].encode("utf-8", "backslashreplace")
     if len(raw) <= MAX_TEXT_NBYTES:
@@ -95,7 +95,7 @@ def _first(lines: list[str]) -> list[str]:
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """W: who I am and what I hold. Sent first, after every (re)connection."""
+    """W: identity and weights of this worker. Sent first, after every (re)connection."""
 
     worker: str
     """Name for people, unique in the fleet by habit."""
@@ -112,7 +112,7 @@ class Hello(msgspec.Struct, frozen=True):
     state: str
     """fresh, serving, pending, behind or empty."""
     host: str | None = None
-    """Host of the publisher's list whose invitation it has followed; None: it came by itself."""
+    """Host of the publisher's list whose invitation the worker followed; None: joined by itself."""
     host_ranks: int | None = None
     """Ranks that follow that host's invitations, where the worker knows better than the host."""
 
@@ -153,7 +153,7 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """T: what the round will bring."""
+    """T: the update that the round will bring."""
 
     round_id: str
     """Identity of the round."""
@@ -173,7 +173,7 @@ class Accept(msgspec.Struct, frozen=True):
     round_id: str
     """Round."""
     notes: list[str]
-    """What the operator should know: staging memory, no way back, casts."""
+    """Notes for the operator: staging memory, no way back, casts."""
 
 
 class Refuse(msgspec.Struct, frozen=True):
@@ -191,7 +191,7 @@ class Data(msgspec.Struct, frozen=True):
     round_id: str
     """Round."""
     seq: int
-    """Counts from 0 in each round; anything else than the next one is dropped."""
+    """Counts from 0 in each round; any number but the next one is dropped."""
     update_info: dict[str, Any]
     """Fields of the engine's update info; a field of one engine goes here."""
 
@@ -207,7 +207,7 @@ class Received(msgspec.Struct, frozen=True):
     round_id: str
     """Round."""
     seq: int
-    """Which data."""
+    """Number of the `Data`."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -229,7 +229,7 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class Prepare(msgspec.Struct, frozen=True):
-    """T: everything was sent. Its size does not depend on the number of pieces."""
+    """T: everything was sent. The message's size does not depend on the number of pieces."""
 
     round_id: str
     """Round."""
@@ -256,7 +256,7 @@ class Vote(msgspec.Struct, frozen=True):
     round_id: str
     """Round."""
     fingerprint: str
-    """Identity of what is staged, from digests that were computed here: no other set has it."""
+    """Identity of the staged set, from digests computed here: no other set has it."""
     nbytes: int
     """Bytes staged."""
     seconds: dict[str, float]
@@ -271,7 +271,7 @@ class Commit(msgspec.Struct, frozen=True):
 
 
 class Ack(msgspec.Struct, frozen=True):
-    """W: what came of a commit or a rollback."""
+    """W: outcome of a commit or a rollback."""
 
     round_id: str
     """Round."""
@@ -286,25 +286,25 @@ class Ack(msgspec.Struct, frozen=True):
     seconds: dict[str, float]
     """Seconds by stage."""
     error: ErrorInfo | None = None
-    """Why it was not committed."""
+    """Why the update was not committed."""
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """W: my model has other weights than I last said, and they have no name. No commit did it."""
+    """W: the model has other weights than last reported, without a commit and without a name."""
 
     fingerprint: str
     """Identity of what is held now."""
     state: str
     """State now: empty, or pending where a verified set waits to be applied."""
     reason: str
-    """What became of them; clipped."""
+    """How the weights were lost; clipped."""
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "reason", clipped(self.reason))
 
 
 class Finish(msgspec.Struct, frozen=True):
-    """T: nobody will be asked to go back; the previous set may be dropped."""
+    """T: no rank will be asked to go back; the previous set may be dropped."""
 
     round_id: str
     """Round."""
@@ -316,7 +316,7 @@ class Rollback(msgspec.Struct, frozen=True):
     round_id: str
     """Round."""
     reason: str
-    """Whose failure; clipped."""
+    """The rank that failed, and how; clipped."""
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "reason", clipped(self.reason))

@@ -1,4 +1,4 @@
-"""What a round came to, for every worker: the proof that a publisher hands out."""
+"""Outcome of a round for every worker: the proof that a publisher hands out."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class WorkerInfo:
     num_ranks: int
     """Ranks of the instance."""
     version: str | None
-    """Label of what it holds."""
+    """Label of the held weights."""
     fingerprint: str
-    """Identity of what it holds."""
+    """Identity of the held weights."""
     state: str
     """fresh, serving, pending, behind or empty."""
 
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """What a round came to for one worker."""
+    """Outcome of a round for one worker."""
 
     worker: str
     """Name."""
@@ -50,29 +50,29 @@ class WorkerReport:
     """``committed``; ``verified`` (a dry run: dropped after its proof); ``pending`` (verified, this
     or an earlier update, and not applied yet; or applied, and its serving engine has not returned
     from the call in which it was); ``restored``, ``reverted`` or ``discarded`` (on its
-    old version, whole); ``empty`` (must not serve); ``lost`` (gone after the commit was sent, so
-    nobody knows); ``dropped`` (left out of the round, because it or a rank of its instance was lost
-    before the commit, or because its host, which is named instead, has not joined); ``behind``
-    (joined, but no part of the round: it will be brought up to date)."""
+    old version, whole); ``empty`` (must not serve); ``lost`` (gone after the commit was sent, its
+    weights unknown); ``dropped`` (left out of the round: the worker or a rank of its instance was
+    lost before the commit, or its host, which is named instead, has not joined); ``behind``
+    (joined, but no part of the round: to be brought up to date)."""
     version: str | None
-    """Label of what it holds now."""
+    """Label of the weights held now."""
     fingerprint: str
-    """Identity of what it holds now."""
+    """Identity of the weights held now."""
     digests_equal: bool = False
-    """Whether its own digest of every piece equals the sender's."""
+    """True if the worker's own digest of every piece equals the sender's."""
     nbytes: int = 0
-    """Bytes that it staged and verified."""
+    """Bytes that the worker staged and verified."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds by stage: accept, transfer, verify, wait (for the model's thread), commit."""
     notes: list[str] = field(default_factory=list)
-    """What it said of itself when it accepted the plan."""
+    """Notes of the worker's `Accept`."""
     error: WTransferError | None = None
-    """Why it did not commit."""
+    """Why the worker did not commit."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a round came to. ``print(report)`` shows it as a table."""
+    """Outcome of a round. ``print(report)`` shows a table."""
 
     version: str
     """Label."""
@@ -87,18 +87,18 @@ class Report:
     seconds: dict[str, float]
     """Seconds by phase: init, plan, transfer, prepare, commit and finish, which add up to total."""
     packed_s: float
-    """Seconds until the trainer could train on."""
+    """Seconds until the trainer could change its weights again."""
     nonfinite: dict[str, int] = field(default_factory=dict)
     """Tensors with NaN or infinity -> how many of their elements; empty where the publisher does
     not look for them (``nonfinite="allow"``)."""
     dry_run: bool = False
-    """Whether it was to end before the commit."""
+    """True if the round was to end before the commit."""
 
     @property
     def outcome(self) -> str:
         """``committed`` if every worker holds the update, else ``mixed``; ``verified``: a dry run.
 
-        What has not been verified by every worker has no report: it raises.
+        A round that not every worker has verified raises and has no report.
         """
         if self.dry_run:
             return "verified"
@@ -106,10 +106,10 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every worker of the round has proven that it holds the update.
+        """True if every worker of the round has proven that it holds the update.
 
-        After a dry run: that it has received it. Workers that were dropped from the round, and
-        joiners that it came too early for, are named in the report and do not count.
+        After a dry run: that it has received the update. Workers dropped from the round, and
+        joiners that came too late for the round, are named in the report and do not count.
         """
         takes_part = [w for w in self.workers if w.outcome not in _LEFT_OUT]
         if self.dry_run:
@@ -175,7 +175,7 @@ def commit_error(report: Report) -> CommitError:
     num, total = len(holders), len(report.workers)
     head = f"{num} of {total} workers hold" if num else "no worker holds"
     missed = [each for each in report.workers if each not in holders]
-    # Those that took no part, or were lost before the commit, are the lesser news.
+    # Last: workers that took no part, or were lost before the commit.
     missed.sort(key=lambda each: each.outcome in _LEFT_OUT)
     lines = [f"\n  {each.worker} {each.outcome}{_why(each)}" for each in missed[:_NUM_NAMED]]
     if len(missed) > _NUM_NAMED:

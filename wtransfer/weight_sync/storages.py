@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Storages(NamedTuple):
-    """Which elements names stand for. Only names that share memory have more than their tensor."""
+    """The elements that names stand for. Only names that share memory have more than one tensor."""
 
     tensors: dict[str, torch.Tensor]
     """First name -> tensor: one entry of a schema each."""
@@ -102,14 +102,14 @@ def memory_address(tensor: torch.Tensor) -> int | None:
 
 
 def stands_alone(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is the whole of a private piece of CPU memory, element after element.
+    """Return True if a tensor is the whole of a private piece of CPU memory, in element order.
 
     Only such a tensor may be pointed elsewhere, or pointed to: of any other, a further tensor or
     another process may hold a part, which would be left behind or written along.
     """
     if not tensor.is_cpu or not tensor.is_contiguous():
         return False
-    # One made in inference mode that points to other memory is broken: even `repr` fails.
+    # A tensor made in inference mode that points to other memory is broken: even `repr` fails.
     if tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
         return False
     storage = tensor.untyped_storage()
@@ -117,9 +117,9 @@ def stands_alone(tensor: torch.Tensor) -> bool:
 
 
 def num_holders(tensor: torch.Tensor) -> int | None:
-    """Return how many tensors use a tensor's storage: itself, its views, those that it is tied to.
+    """Return how many tensors use a tensor's storage: itself, its views, the tensors tied to it.
 
-    All count that exist in this process, wherever they are held: by an attribute, a list, a
+    Every tensor of this process counts, wherever it is held: by an attribute, a list, a
     closure, a numpy array, a graph of autograd. None: this torch cannot tell (2.6 and 2.7 without
     CUDA).
 
@@ -128,7 +128,7 @@ def num_holders(tensor: torch.Tensor) -> int | None:
     if _use_count is None:
         return None
     storage = tensor.untyped_storage()
-    # One of them is the object made above.
+    # Without the object made above.
     return _use_count(storage._cdata) - 1  # noqa: SLF001
 
 

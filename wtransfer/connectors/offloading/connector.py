@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class OffloadingConnector(KVConnectorBase_V1):
     """Drive an offloading spec; KV of other weights is a miss (`wtransfer.kv.fence`).
 
-    Which spec, and with what options, stands in ``kv_connector_extra_config``: ``spec_name``,
-    ``spec_module_path``, and what the spec asks for.
+    The spec and its options stand in ``kv_connector_extra_config``: ``spec_name``,
+    ``spec_module_path``, and the options that the spec asks for.
 
     1. S looks blocks up in the spec's manager, and prepares the jobs that load or store them.
     2. W gives the jobs to the spec's worker, stores only after a forward pass that counts.

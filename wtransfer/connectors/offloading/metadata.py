@@ -1,4 +1,4 @@
-"""What both sides of the offloading connector tell each other."""
+"""Metadata that both sides of the offloading connector exchange."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class OffloadingHandshake(WeightHandshake):
-    """What a worker says before the first step."""
+    """Message of a worker before the first step."""
 
     layout: bytes = b""
-    """Digest of how its cache is laid out: blocks of other layouts have other keys."""
+    """Digest of its cache layout: blocks of other layouts have other keys."""
 
 
 @dataclass
@@ -29,25 +29,25 @@ class Job:
     job_id: int
     """Identity."""
     request_id: str
-    """For which it is done."""
+    """Request for which the job is done."""
     blocks: GPULoadStoreSpec
-    """Where in the cache."""
+    """Place in the cache."""
     tier: LoadStoreSpec
-    """Where in the tier."""
+    """Place in the tier."""
     versions: WeightVersions
-    """What each rank must compute with for the job to be done there."""
+    """Version that each rank must compute with for the job to be done there."""
 
 
 @dataclass
 class OffloadingMetadata(KVConnectorMetadata):
-    """What every worker does in one step."""
+    """Work of every worker in one step."""
 
     step: int = 0
-    """Which; they are counted."""
+    """Number of the step."""
     loads: list[Job] = field(default_factory=list)
-    """Begun in this step; their requests wait for them."""
+    """Jobs begun in this step; their requests wait for them."""
     stores: list[Job] = field(default_factory=list)
-    """Begun after the forward pass, if the step counts."""
+    """Jobs begun after the forward pass, if the step counts."""
     gone: dict[str, list[int]] = field(default_factory=dict)
     """Blocks, by request, that are to be loaded and have gone meanwhile."""
     preempted: list[str] = field(default_factory=list)
@@ -60,27 +60,27 @@ class OffloadingMetadata(KVConnectorMetadata):
 
 @dataclass
 class Outcome:
-    """How a job ended on one rank."""
+    """Outcome of a job on one rank."""
 
     job_id: int
-    """Which."""
+    """Identity of the job."""
     success: bool
-    """Whether it was done."""
+    """True if the job was done."""
     nbytes: int = 0
     """Bytes moved."""
 
 
 @dataclass
 class OffloadingWorkerMetadata(WeightReport):
-    """What workers say after a step."""
+    """Report of workers after a step."""
 
     outcomes: dict[int, list[Outcome]] = field(default_factory=dict)
     """Jobs that have ended, by rank."""
     steps: dict[int, int] = field(default_factory=dict)
-    """The step that this is said after, by rank."""
+    """Step that the report follows, by rank."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> OffloadingWorkerMetadata:
-        """Add what another worker has said; return this object."""
+        """Add another worker's report; return this object."""
         super().aggregate(other)
         assert isinstance(other, OffloadingWorkerMetadata)
         self.outcomes |= other.outcomes

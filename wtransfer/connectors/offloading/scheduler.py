@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STORE_BATCH = 32
-"""Most chunks that are offered to the tier at once: it takes all of them or none."""
+"""Most chunks that are offered at once to the tier, which takes all of them or none."""
 NUM_STEPS = 32
 """Steps of the model of which the mean time is taken."""
 
@@ -58,8 +58,8 @@ class OffloadingOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Option of the connector, in ``kv_connector_extra_config``; all others are the spec's."""
 
     deadline_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 30.0
-    """Longest that a spec may take to report a job, in seconds: what a load was to bring is
-    computed then, in other blocks. Specs and tiers that have this option fail the job themselves.
+    """Longest that a spec may take to report a job, in seconds: the tokens of an overdue load are
+    computed, in other blocks. Specs and tiers that have this option fail the job themselves.
     """
 
 
@@ -95,7 +95,7 @@ class _InFlight:
 
 
 class _StepTimes:
-    """How long the model takes for a token of a prompt, over the last steps that computed some."""
+    """Time that the model takes for a token of a prompt, over the last steps that computed some."""
 
     def __init__(self) -> None:
         self._begun: dict[int, tuple[float, int]] = {}
@@ -103,7 +103,7 @@ class _StepTimes:
         self._steps: deque[tuple[float, int]] = deque(maxlen=NUM_STEPS)
 
     def begin(self, step: int, scheduled: Mapping[str, int], chunk: int) -> None:
-        """Note a step; one that computes no chunk at once says nothing of prompts."""
+        """Note a step; the mean leaves out steps in which no request computes a whole chunk."""
         counts = scheduled.values()
         self._begun[step] = (
             time.monotonic(),
@@ -114,7 +114,7 @@ class _StepTimes:
         """Note that all ranks have ended a step, and those before it."""
         now = time.monotonic()
         begun = [self._begun.pop(each) for each in list(self._begun) if each <= step]
-        # The next step may be planned while one runs: it begins when that has ended.
+        # The next step may be planned while one runs: its beginning is then the end of that one.
         if len(begun) == 1 and begun[0][1]:
             began, num_tokens = begun[0]
             self._steps.append((now - max(began, self._last_end), num_tokens))
@@ -123,7 +123,7 @@ class _StepTimes:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """None: nothing was measured yet."""
+        """Mean time for a token of a prompt; None: nothing was measured yet."""
         num_tokens = sum(each[1] for each in self._steps)
         return sum(each[0] for each in self._steps) / num_tokens if num_tokens else None
 
@@ -167,7 +167,7 @@ class OffloadingScheduler(ConnectorScheduler):
         self._step = 0
         self._heard: dict[int, int] = {}
         self._times = _StepTimes()
-        # Of jobs: what the spec's manager counts are blocks.
+        # Counts of jobs; the spec's manager counts blocks.
         self._counts = Counter(
             load_jobs_failed_total=0,
             store_jobs_failed_total=0,
@@ -186,18 +186,18 @@ class OffloadingScheduler(ConnectorScheduler):
         layout = b"".join(layouts.get(rank, b"") for rank in range(self._num_ranks))
         return BlockNaming(self._block_size * self._blocks_per_chunk, self._instance.root + layout)
 
-    # -- what there is
+    # -- look-ups
 
     def on_new_request(self, request: Any) -> None:
-        """Do nothing yet: what a request begins with is noted when it is about to begin."""
+        """Do nothing yet: the versions of a request are noted when it is about to begin."""
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many tokens the tier has beyond those that are there."""
+        """Return how many tokens the tier has beyond the computed ones."""
         offered = self._begin(request)
         offered.num_there = num_computed_tokens
-        # The last token is always computed: what follows it is not kept.
+        # The last token is always computed: its output is not kept.
         chunk = self._naming.block_size
         last = (request.num_tokens - 1) // chunk
         first = num_computed_tokens // chunk
@@ -233,8 +233,8 @@ class OffloadingScheduler(ConnectorScheduler):
             self._counts["fence_misses_total"] += 1
         keys = self._keys(request_id, offered, first, last)
         num_hits, is_pending = 0, False
-        # All that may be hits are looked up, also behind one that is not known yet: a manager that
-        # has to ask does so once for the request, and not once for each block.
+        # Every possible hit is looked up, also behind one that is not known yet: a manager that has
+        # to ask does so once for the request, and not once for each block.
         for key in keys:
             found = self._manager.lookup(key, offered.context)
             if found not in (LookupResult.HIT, LookupResult.RETRY):
@@ -246,8 +246,9 @@ class OffloadingScheduler(ConnectorScheduler):
     def _begin(self, request: Any) -> _Offered:
         """Return what the spec knows of a request that has no blocks of its own.
 
-        It may have had some, and have lost them, by preemption or as the weights have changed. All
-        that it builds on is found or computed from here on, so it belongs to the present weights.
+        The request may have had some, and have lost them, by preemption or as the weights have
+        changed. The KV that it builds on is found or computed from here on, so it belongs to the
+        present weights.
         """
         offered = self._requests.get(request.request_id)
         is_stale = self._fence.versions(request.request_id) is None
@@ -257,7 +258,7 @@ class OffloadingScheduler(ConnectorScheduler):
         if is_stale:
             self._manager.on_request_finished(offered.context)
             return self._announce(request)
-        # Those that jobs may still read are no longer its own.
+        # Blocks that jobs may still read are no longer its own.
         offered.storing.clear()
         offered.num_offered, offered.num_loaded, offered.first_own = None, 0, 0
         return offered
@@ -311,7 +312,7 @@ class OffloadingScheduler(ConnectorScheduler):
                 # Nor is a chunk stored of which the other one has loaded a part.
                 offered.first_own = -(-tracked.num_before // chunk)
         offered.first_own = min(offered.first_own, -(-tracked.num_before // chunk))
-        # A step that did not count is taken again, and what it was to store was not.
+        # A step that did not count is taken again: its blocks were not stored.
         offered.num_offered = max(min(offered.num_offered, before), offered.first_own)
         if offered.doubtful > self._num_heard or not self._instance.sends or self._overdue:
             return
@@ -359,7 +360,7 @@ class OffloadingScheduler(ConnectorScheduler):
         versions: WeightVersions,
         loaded: Sequence[int] | None = None,
     ) -> int:
-        """Record a job; `loaded` are the blocks that a load writes, None: it is a store."""
+        """Record a job; `loaded` are the blocks that a load writes, None: a store."""
         job_id = next(self._job_ids)
         ranks, deadline = set(range(self._num_ranks)), Deadline(self._job_s)
         self._in_flight[job_id] = _InFlight(
@@ -370,10 +371,10 @@ class OffloadingScheduler(ConnectorScheduler):
     def _let_go(self) -> None:
         """Have no request wait for a job that the spec has not reported by its deadline.
 
-        What the job uses stays in use until every rank has reported it: blocks that a load may
+        Resources of the job stay in use until every rank has reported it: blocks that a load may
         still write are held, and the manager gets no completion, so that no slot is given to
-        another block. So a late report changes nothing, and none costs these blocks for good:
-        hence nothing is asked of the spec meanwhile.
+        another block. So a late report changes nothing, and a missing one costs these blocks for
+        good: hence nothing is asked of the spec meanwhile.
         """
         for job_id, job in list(self._in_flight.items()):
             if not job.deadline.expired:
@@ -430,7 +431,7 @@ class OffloadingScheduler(ConnectorScheduler):
         return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Hear what the ranks compute with, and which jobs have ended."""
+        """Take the weight versions of the ranks, and the jobs that have ended."""
         said = connector_output.kv_connector_worker_meta
         if isinstance(said, OffloadingWorkerMetadata):
             self._hear(said.versions)
@@ -458,7 +459,7 @@ class OffloadingScheduler(ConnectorScheduler):
         request: Any,
         block_ids: list[int],  # noqa: ARG002
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Keep the blocks while they are being stored; those that are loaded the host keeps."""
+        """Keep the blocks while they are being stored; the host keeps those that are loaded."""
         self._progress.forget(request.request_id)
         self._fence.forget(request.request_id)
         offered = self._requests.pop(request.request_id, None)
@@ -471,14 +472,14 @@ class OffloadingScheduler(ConnectorScheduler):
 
     @property
     def _num_heard(self) -> int:
-        """The last step of which all ranks have said what became of it."""
+        """Last step that all ranks have reported."""
         return min(self._heard.get(rank, 0) for rank in range(self._num_ranks))
 
     def _hear(self, versions: Mapping[int, Any]) -> None:
         if not self._fence.update(versions):
             return
         self._counts["fence_changes_total"] += 1
-        # A hint, which blocks to evict first: without it old keys are not looked up either.
+        # A hint for the order of eviction: without it old keys are not looked up either.
         try:
             self._manager.weights_changed()
         except Exception:
@@ -497,7 +498,7 @@ class OffloadingScheduler(ConnectorScheduler):
             return
         if self._in_flight.pop(outcome.job_id, None) is None:
             del self._overdue[outcome.job_id]
-            # No request has waited for it, whatever came of it on other ranks.
+            # No request has waited for the job, whatever its outcome on other ranks.
             job.success = False
             if job.held:
                 self._pool.free_blocks(job.held)
@@ -514,7 +515,7 @@ class OffloadingScheduler(ConnectorScheduler):
         self._counts["load_jobs_failed_total"] += not job.success
         if not job.success:
             suspect = job.versions is self._fence.current
-            # Managers of other classes may not have it.
+            # Managers of other classes may lack this method.
             load_failed = getattr(self._manager, "load_failed", None)
             is_known = load_failed is not None and load_failed(job.keys, job.context, suspect)
             if suspect and not is_known:
@@ -524,7 +525,7 @@ class OffloadingScheduler(ConnectorScheduler):
     # -- the rest
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Take the host's block pool, to hold what overdue loads may still write."""
+        """Take the host's block pool, to hold blocks that overdue loads may still write."""
         self._pool = gpu_block_pool
 
     def has_pending_push_work(self) -> bool:
@@ -532,11 +533,11 @@ class OffloadingScheduler(ConnectorScheduler):
         return bool(self._in_flight) or self._manager.has_pending_work()
 
     def take_events(self) -> Iterable[Any]:
-        """Return which keys came to be kept, or ceased to; a key contains its weights."""
+        """Return the events of keys stored or removed; a key contains its weights."""
         return self._manager.take_events()
 
     def reset_cache(self) -> bool | None:
-        """Forget everything that is kept; return False where the spec cannot."""
+        """Drop all stored blocks; return False where the spec cannot."""
         return self._manager.reset_cache() is not False
 
     def get_stats(self) -> dict[str, float]:
@@ -547,7 +548,7 @@ class OffloadingScheduler(ConnectorScheduler):
         return {**self._manager.get_stats(), **own}
 
     def shutdown(self) -> None:
-        """Let go of the manager."""
+        """Shut down the manager."""
         self._manager.shutdown()
 
 

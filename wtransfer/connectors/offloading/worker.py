@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class OffloadingSide(ConnectorWorker):
-    """Gives jobs to the spec's worker, and says what became of them.
+    """Submits jobs to the spec's worker, and reports their outcomes.
 
     Args:
         config: The serving engine's configuration.
@@ -72,7 +72,7 @@ class OffloadingSide(ConnectorWorker):
         )
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Make the spec's worker, which sees as bytes what lies together."""
+        """Make the spec's worker; contiguous blocks are handed to it as bytes."""
         tensors = [
             CanonicalKVCacheTensor(
                 byte_rows(cache, cache[0].nbytes) if cache[0].is_contiguous() else cache,
@@ -89,14 +89,14 @@ class OffloadingSide(ConnectorWorker):
         self._made = self._spec.get_worker(CanonicalKVCaches(tensors, [pages]))
 
     def get_handshake_metadata(self) -> OffloadingHandshake:
-        """Return what this rank computes with, and how its cache is laid out."""
+        """Return the weight version of this rank, and the digest of its cache layout."""
         return OffloadingHandshake(self._fence.version(), self._layout)
 
     def handle_preemptions(self, kv_connector_metadata: OffloadingMetadata) -> None:  # type: ignore[override]
         """Wait for the jobs that still read blocks which are taken away.
 
-        Those that the spec's worker cannot end have failed, whatever it reports of them later: so
-        what they read from here on is never looked up.
+        Jobs that the spec's worker cannot end have failed, whatever it reports of them later: so
+        the bytes that they read from here on are never looked up.
         """
         taken = set(kv_connector_metadata.preempted)
         reading = {number for number, job in self._storing.items() if job.request_id in taken}
@@ -128,7 +128,7 @@ class OffloadingSide(ConnectorWorker):
                 self._end(job.job_id, success=False)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Return at once: nobody computes with what is being loaded."""
+        """Return at once: no step computes with blocks that are still loading."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -136,7 +136,7 @@ class OffloadingSide(ConnectorWorker):
         """Do nothing: blocks are stored whole, all layers at once."""
 
     def wait_for_save(self) -> None:
-        """Begin the step's stores; their blocks stay what they are until these have ended."""
+        """Begin the step's stores; their blocks stay unchanged until these have ended."""
         metadata: OffloadingMetadata = self.metadata
         if self._saved_step == metadata.step:
             return
@@ -153,7 +153,7 @@ class OffloadingSide(ConnectorWorker):
         """Return requests whose blocks are free of jobs, and those that were loaded."""
         for result in self._worker.get_finished():
             self._end(result.job_id, result.success, result.transfer_size or 0)
-        # Workers of other classes may not have it.
+        # Workers of other classes may lack this method.
         released: set[int] = getattr(self._worker, "get_released", set)()
         storing = (job for number, job in self._storing.items() if number not in released)
         busy = {job.request_id for job in (*self._loading.values(), *storing)}
@@ -173,21 +173,21 @@ class OffloadingSide(ConnectorWorker):
         return failed
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata:
-        """Return what has ended, and what this rank computes with."""
+        """Return the jobs that have ended, and the weight version of this rank."""
         if self._saved_step != self.metadata.step:
-            # A step that computed nothing: what it was to store is not there.
+            # A step that computed nothing: the blocks that it was to store are not there.
             self._outcomes += [Outcome(job.job_id, success=False) for job in self.metadata.stores]
         outcomes, self._outcomes = self._outcomes, []
         step = {self._rank: self.metadata.step}
         return OffloadingWorkerMetadata(self._fence.report(), {self._rank: outcomes}, step)
 
     def get_stats(self) -> Mapping[str, float]:
-        """Return the numbers of the spec's worker, and how many results nobody waited for."""
+        """Return the numbers of the spec's worker, and of results that no request waited for."""
         stats = {} if self._made is None else self._made.get_stats()
         return {**stats, **self._counts}
 
     def shutdown(self) -> None:
-        """Let go of the spec's worker."""
+        """Shut down the spec's worker."""
         if self._made is not None:
             self._made.shutdown()
 

@@ -1,8 +1,8 @@
-"""The staging buffer: host memory in slots, in which blocks stand by key until D fetches them.
+"""The staging buffer: host memory in slots, which hold blocks by key until D fetches them.
 
-A committed block can be leased by any number of holders. One without a lease may be evicted, least
-recently used first. A leased one stays until its last holder releases it or the lease expires; a
-reader may then find another block in its slot, and rejects it.
+A committed block can be leased by any number of holders. A block without a lease may be evicted,
+least recently used first. A leased one stays until its last holder releases it or the lease
+expires; a reader may then find another block in its slot, and rejects it.
 
 A slot is one range of bytes, so that it can be sent as it is::
 
@@ -40,7 +40,7 @@ _PAGE_NBYTES = 4096
 
 
 class SlotMemory:
-    """Slots in one piece of memory: one's own, another process's that is mapped, or received ones.
+    """Slots in one piece of memory: this process's, mapped from another process, or received.
 
     Args:
         memory: The memory; as many slots as it has room for.
@@ -97,9 +97,9 @@ class StagingBuffer:
                 f"staging_bytes={nbytes:,} has no room for one block of {stride:,} bytes"
             )
         self.segment = Segment(self.num_slots * stride)
-        """Its memory."""
+        """Memory of the buffer."""
         self.memory = SlotMemory(self.segment.buffer, geometry.nbytes)
-        """Its slots."""
+        """Slots of the buffer."""
         self.geometry = geometry
         """Layout of a block."""
         self._clock = clock
@@ -117,7 +117,7 @@ class StagingBuffer:
     # -- filling
 
     def reserve(self, keys: Iterable[bytes]) -> dict[bytes, int]:
-        """Return slots to fill with those blocks that are not here, as far as there is room."""
+        """Return slots to fill with the blocks that are not here, as far as there is room."""
         slots = {}
         with self._lock:
             self._expire()
@@ -181,7 +181,7 @@ class StagingBuffer:
 
         Args:
             holder: Identity of the holder.
-            keys: Of the blocks; none: only the end of an existing lease changes.
+            keys: Keys of the blocks; none: only the end of an existing lease changes.
             lasting_s: Seconds until the whole lease expires; None: it does not expire.
 
         Returns:
@@ -220,7 +220,7 @@ class StagingBuffer:
         return slots is not None
 
     def num_unleased(self) -> int:
-        """Return how many slots can be filled: those that no lease holds, and that are not filling.
+        """Return the number of slots that can be filled: neither leased nor filling.
 
         Leases made by lookups meanwhile may take some of them.
         """
@@ -237,7 +237,7 @@ class StagingBuffer:
     # -- the whole
 
     def get_stats(self) -> dict[str, int]:
-        """Return counters (``_total``) and what there is now."""
+        """Return counters (``_total``) and present numbers."""
         with self._lock:
             self._expire()
             return {

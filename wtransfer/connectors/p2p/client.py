@@ -50,8 +50,8 @@ logger = logging.getLogger(__name__)
 TMessage = TypeVar("TMessage", bound=msgspec.Struct)
 
 MAX_CLIENTS = 256
-"""Workers of other instances that one worker is connected with at a time. One more takes the place
-of the one that was needed longest ago, once it has proved the token; as many may be about to."""
+"""Workers of other instances that one worker is connected with at a time. A further worker takes
+the place of the least recently used one, once it has proved the token; as many may be about to."""
 MAX_UNPROVEN = 4
 """Clients of one address that have not proved theirs: requests can name it with any token."""
 REACH_S = 0.25
@@ -79,8 +79,8 @@ def start_threads(number: int, name: str) -> ThreadPoolExecutor:
     has no future to wait for, and is made later.
 
     Args:
-        number: How many threads.
-        name: What their names begin with.
+        number: Number of threads.
+        name: Prefix of their names.
 
     Raises:
         RuntimeError: A thread cannot be started.
@@ -104,11 +104,11 @@ class PendingLoad:
 
     load: Load
     mark: object
-    """What the model must have done before (`GroupPages.mark`)."""
+    """Model work that the load waits for (`GroupPages.mark`)."""
     num_loaded: int = 0
     """Blocks, from the first on, that are in the cache and are the wanted ones."""
     aborted: bool = False
-    """Whether its request has ended; the load ends soon."""
+    """True if the request has ended; the load ends soon."""
 
 
 class RemoteLoads:
@@ -123,7 +123,7 @@ class RemoteLoads:
         options: Options of the connector.
         token: Secret of both instances; None: each request brings the one of its other instance.
         client_cls: Kind of the clients.
-        admits: Whether this process still has the weights that a load was planned for.
+        admits: Returns whether this process still has the weights that a load was planned for.
     """
 
     def __init__(
@@ -192,8 +192,8 @@ class RemoteLoads:
     def take_received(self) -> set[str]:
         """Return the requests whose loads have ended since the last call.
 
-        The weights are compared here, on the model's thread: a commit between that and the report
-        would let a request compute with new weights on what was computed with old ones.
+        The weights are compared here, on the model's thread: a commit between the comparison and
+        the report would let a request compute with new weights on KV of old ones.
         """
         with self._lock:
             ended, self._ended = self._ended, []
@@ -294,8 +294,8 @@ class RemoteLoads:
 class P2PClient:
     """A connection to one worker of another instance, and the thread that loads over it. A base.
 
-    It ends when the other side is lost, has another layout or breaks the protocol. All its loads
-    fail then, also those that wait. The next load makes a new client.
+    The client ends when the other side is lost, has another layout or breaks the protocol. Every
+    load of it fails then, also those that wait. The next load makes a new client.
 
     Args:
         address: Where the other side listens.
@@ -314,16 +314,16 @@ class P2PClient:
         self._error: BaseException | None = None
         self._dialer: Dialer | None = None
         self.is_proven = False
-        """Whether the other side has proved the token, and fits."""
+        """True if the other side has proved the token, and fits."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether it takes loads."""
+        """True if the client takes loads."""
         return self._error is None
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has no load."""
+        """True if the client has no load."""
         return not self._num_jobs
 
     def submit(self, job: PendingLoad) -> bool:
@@ -366,15 +366,15 @@ class P2PClient:
     # -- for subclasses; on the client's thread, but for `abort_transport`
 
     def open_transport(self, hello: Hello) -> None:
-        """Get ready to fetch."""
+        """Prepare to fetch."""
 
     def fetch(self, job: PendingLoad, part: slice, slots: Sequence[int]) -> str | None:
         """Copy blocks of a load from the other side's slots into the cache, by `load`.
 
         Args:
             job: The load.
-            part: Which of its blocks.
-            slots: The slot of each.
+            part: Range of its blocks.
+            slots: Slot of each block.
 
         Returns:
             Why the first block that was not copied must not be used; None: all are copied, or the
@@ -403,7 +403,7 @@ class P2PClient:
         try:
             copies.extend(self.loads.threads.submit(copy, task) for task in tasks)
         finally:
-            # Also if one raises or cannot begin: nothing may write to the cache after this.
+            # Also if a copy raises or cannot begin: nothing may write to the cache after this.
             wait(copies)
         found = [each.result() for each in copies]
         for task, (number, reason) in zip(tasks, found, strict=True):

@@ -1,4 +1,4 @@
-"""What travels: with a request, between two workers, and between the sides of one instance.
+"""Messages: with a request, between two workers, and between the sides of one instance.
 
 A request carries `TransferParams` from P to D through routers and clients, so nothing in it is
 trusted: it only says where to look.
@@ -40,7 +40,7 @@ class P2POptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
     staging_bytes: Annotated[int, msgspec.Meta(ge=0)] = 512 << 20
     """Host memory of each rank's staging buffer."""
     lease_s: Seconds = 30.0
-    """How long staged blocks are kept for an instance that does not fetch them, in seconds."""
+    """Time that staged blocks are kept for an instance that does not fetch them, in seconds."""
     deadline_s: Seconds = 30.0
     """Longest time without a sign of life from the other instance, in seconds."""
     num_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
@@ -64,13 +64,13 @@ class TransferParams:
     """The ``kv_transfer_params`` of one request."""
 
     do_remote_decode: bool = False
-    """Whether another instance decodes it."""
+    """True if another instance decodes the request."""
     do_remote_prefill: bool = False
-    """Whether another instance has computed its prompt."""
+    """True if another instance has computed the prompt."""
     remote_engine_id: Text = ""
-    """That instance."""
+    """Engine id of that instance."""
     remote_request_id: Text = ""
-    """The request there."""
+    """Id of the request there."""
     remote_addresses: Texts = field(default_factory=list)
     """Addresses of its workers, by rank."""
     remote_tokens: Texts = field(default_factory=list)
@@ -81,7 +81,7 @@ class TransferParams:
     """Fingerprint of the weights that computed them."""
 
     def to_plain(self) -> dict[str, Any]:
-        """Return what a request carries; JSON can hold it."""
+        """Return the parameters as a request carries them; JSON can hold them."""
         return {name: value for name, value in vars(self).items() if value}
 
 
@@ -114,7 +114,7 @@ class Hello(msgspec.Struct, frozen=True):
     geometry: BlockGeometry
     """Layout of its blocks."""
     transport: dict[str, int | str]
-    """How to get at the bytes; each connector has its own."""
+    """Access to the bytes; each connector has its own entries."""
 
 
 class Lookup(msgspec.Struct, frozen=True):
@@ -158,10 +158,10 @@ class Load:
     request_id: str
     remote: TransferParams
     keys: list[bytes] = field(default_factory=list)
-    """Empty: the request does not wait, it only releases the remote one."""
+    """Empty: the request does not wait, but only releases the remote one."""
     block_ids: list[int] = field(default_factory=list)
     versions: WeightVersions = ()
-    """Weights that the request began with, by rank; empty: they have changed since."""
+    """Weights that the request began with, by rank; empty: the weights have changed since."""
 
 
 @dataclass
@@ -186,7 +186,7 @@ class P2PMetadata(KVConnectorMetadata):
     aborted_loads: list[str] = field(default_factory=list)
     """Requests that ended while they were loading."""
     ended: dict[str, float] = field(default_factory=dict)
-    """Requests that ended, and in how many seconds their leases expire: 0 if no other instance was
+    """Requests that ended, with the seconds until their leases expire: 0 if no other instance was
     told of them."""
     invalidated: list[bytes] = field(default_factory=list)
     """Keys whose saved bytes are wrong: a load into the blocks had failed."""
@@ -194,19 +194,19 @@ class P2PMetadata(KVConnectorMetadata):
 
 @dataclass
 class P2PHandshake(WeightHandshake):
-    """Where one worker listens."""
+    """Address of one worker, and its weight version."""
 
     address: str = ""
-    """Empty: it does not send."""
+    """Empty: the worker does not send."""
     token: str = ""
     """Empty: the options have the token."""
     num_slots: int = 0
-    """Blocks that it can stage at a time."""
+    """Blocks that the worker can stage at a time."""
 
 
 @dataclass
 class P2PWorkerMetadata(WeightReport):
-    """What workers report after a step."""
+    """Report of workers after a step."""
 
     not_saved: set[bytes] = field(default_factory=set)
     """Keys that any worker has not staged: its step did not count, or there was no room."""

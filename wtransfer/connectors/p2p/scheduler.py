@@ -46,7 +46,7 @@ class _Request:
     saved: list[tuple[int, bytes]] = field(default_factory=list)
     """Block and key of each saved block, in order."""
     has_run: bool = False
-    """Whether a step has computed it since it got its blocks."""
+    """True if a step has computed the request since it got its blocks."""
 
 
 class P2PScheduler(ConnectorScheduler):
@@ -75,7 +75,7 @@ class P2PScheduler(ConnectorScheduler):
         self._loading: set[str] = set()
         self._next = P2PMetadata()
         self._counts: Counter[str] = Counter()
-        # Slots without a lease that workers reported last; None: they have not reported yet.
+        # Slots without a lease that workers reported last; None: no report yet.
         self._num_unleased: int | None = None
         self._reported_step = 0
         # Keys planned since that report, with the last step that planned each.
@@ -127,14 +127,14 @@ class P2PScheduler(ConnectorScheduler):
         request_id = request.request_id
         known = self._register(request)
         if known.has_run:
-            # It has lost its blocks, and is computed anew, perhaps under other weights. A request
-            # whose load has ended gets blocks once more, too, but before its first step.
+            # The request has lost its blocks, and is computed anew, perhaps under other weights. A
+            # request whose load has ended gets blocks once more, too, but before its first step.
             known.has_run = False
             self._fence.forget(request_id)
         self._fence.ensure_begun(request_id)
         fingerprint = self._fence.fingerprint(request_id) or ""
         if known.saved and known.saved[0][1] != bytes(known.keys.under(fingerprint)[0]):
-            # Under other weights.
+            # Saved under other weights.
             known.saved.clear()
         if known.is_settled:
             return
@@ -211,7 +211,7 @@ class P2PScheduler(ConnectorScheduler):
         return request_id in self._loading, params
 
     def get_stats(self) -> dict[str, int]:
-        """Return counters (``_total``) and what there is now."""
+        """Return counters (``_total``) and present numbers."""
         now = {"requests": len(self._requests), "loads_under_way": len(self._loading)}
         return {**self._counts, **now}
 
@@ -258,7 +258,7 @@ class P2PScheduler(ConnectorScheduler):
 
     @property
     def _room(self) -> int:
-        """How many blocks are sure to find room in every worker's staging buffer.
+        """Number of blocks that are sure to find room in every worker's staging buffer.
 
         A host may end a request before it hands on the report of its last step, so a block that
         finds no room would be advertised. Too low a count only costs hits: another instance may

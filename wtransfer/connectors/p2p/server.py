@@ -22,12 +22,12 @@ class P2PServer:
     """Answers the clients of one staging buffer, on the channel's thread. A base.
 
     A client loads one request after the other, so a connection has one lease at most, whatever it
-    sends. It ends with the request, with the next one, with the connection, or when it expires.
+    sends. The lease ends with the request, the next one or the connection, or when it expires.
 
     Args:
         buffer: The staging buffer.
         instance: The instance it belongs to.
-        options: Of the connector.
+        options: Options of the connector.
         token: Secret that clients must prove to know; None: a new one.
         address: Where to listen; None: a random abstract Unix address.
 
@@ -61,7 +61,7 @@ class P2PServer:
             allow_remote=address is not None,
         )
         self.address = self._listener.address
-        """Where it listens."""
+        """Address at which the server listens."""
         self.new_token = "" if token else self._listener.token
         """The token that was made; empty: it was given."""
 
@@ -78,11 +78,11 @@ class P2PServer:
         """Send the first message. Any thread may call it.
 
         Args:
-            connection: The new client's.
-            transport: How it gets at the bytes.
+            connection: Connection of the new client.
+            transport: Access of the client to the bytes.
 
         Raises:
-            PeerLostError: It is gone.
+            PeerLostError: The client is gone.
         """
         instance = self._instance
         connection.send(Hello(instance.engine_id, instance.rank, self.buffer.geometry, transport))
@@ -90,7 +90,7 @@ class P2PServer:
     # -- for subclasses; on the channel's thread, must not block
 
     def open_transport(self, connection: Connection) -> None:
-        """Get ready for a new client, then `say_hello`, here or on another thread."""
+        """Prepare for a new client, then `say_hello`, here or on another thread."""
         raise NotImplementedError
 
     def send_slots(self, connection: Connection, slots: list[int]) -> None:
@@ -117,7 +117,7 @@ class P2PServer:
         elif isinstance(message, ReleaseRequest):
             self._request_ids[connection] = ""
             self.buffer.release(connection)
-            # It may have expired, or been released before.
+            # The lease may have expired, or been released before.
             self._counts["releases_unknown_total"] += not self.buffer.release(message.request_id)
 
     def _on_close(self, connection: Connection, error: WTransferError | None) -> None:  # noqa: ARG002

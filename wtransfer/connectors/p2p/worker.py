@@ -158,13 +158,13 @@ class P2PWorker(ConnectorWorker):
         return self._loads.take_failed_blocks() if self._loads is not None else set()
 
     def build_connector_worker_meta(self) -> P2PWorkerMetadata:
-        """Return this worker's weights and room, and what of this step it has not staged."""
+        """Return this worker's weights and room, and the keys of this step that are not staged."""
         num_unleased = self._buffer.num_unleased() if self._buffer is not None else 0
         step = self.metadata.step
         return P2PWorkerMetadata(self.fence.report(), self._not_saved, step, num_unleased)
 
     def get_stats(self) -> dict[str, int]:
-        """Return counters (``_total``) and what there is now."""
+        """Return counters (``_total``) and present numbers."""
         stats = {"staging_errors_total": self._num_staging_errors}
         for part in (self._loads, self._buffer, self._server):
             stats |= part.get_stats() if part is not None else {}
@@ -199,7 +199,7 @@ class P2PWorker(ConnectorWorker):
             assert self._threads is not None
             copies: list[Future[Headers]] = []
             try:
-                # One by one: those that are under way are waited for if a later one cannot begin.
+                # One by one: copies under way are waited for if a later one cannot begin.
                 copies.extend(
                     self._threads.submit(saver.gather, task, mark)
                     for task in saver.tasks(chunks, self.options.num_threads)

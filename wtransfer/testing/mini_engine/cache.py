@@ -76,7 +76,7 @@ class PagedCache:
 
 
 class BlockPool:
-    """Reference counts of the blocks, and the prefix cache: which block contains which key.
+    """Reference counts of the blocks, and the prefix cache: block by key.
 
     A free block keeps its contents and its key until it is allocated again: least recently used
     blocks first.
@@ -88,7 +88,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.blocks = [KVCacheBlock(number) for number in range(num_blocks)]
-        """All blocks, as connectors hold them."""
+        """Blocks of the pool by number, as connectors hold them."""
         self._num_pins = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._blocks: dict[OffloadKey, int] = {}

@@ -44,7 +44,7 @@ class Channel:
         self._connection = connection
         self._peer = peer
         self.is_lost = False
-        """Whether the peer is known to be gone."""
+        """True once the peer is known to be gone."""
         connection.settimeout(PATIENCE_S)
 
     def wait_forever(self) -> None:
@@ -126,7 +126,7 @@ def start_process(name: str, spawn: Callable[[str], object]) -> Channel:
 
     Raises:
         PeerLostError: The process ended before it opened the channel.
-        StallError: It did not open the channel in time.
+        StallError: The process did not open the channel in time.
     """
     # Abstract: leaves no file behind, and cannot be guessed.
     address = f"\0wtransfer-mini-{secrets.token_hex(8)}"
@@ -183,5 +183,5 @@ def wait_for_end(process: Child, deadline: Deadline) -> int:
         process.kill()
         return process.wait(END_S)
     except PeerError:
-        # Its zygote is gone, and the kernel has killed it.
+        # The zygote is gone, and the kernel has killed the process.
         return -signal.SIGKILL

@@ -82,7 +82,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     module_path: str | None = None
     """Module of a connector that is not registered."""
     on_load_failure: Literal["recompute", "fail"] = "recompute"
-    """What becomes of a request whose blocks could not be loaded."""
+    """Action on a request whose blocks could not be loaded."""
     engine_id: str = "mini"
     """Identity of this instance."""
     num_ranks: int = 1

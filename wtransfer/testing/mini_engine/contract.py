@@ -1,4 +1,4 @@
-"""Requests and steps: what scheduler, ranks and connectors exchange.
+"""Requests and steps, as scheduler, ranks and connectors exchange them.
 
 The first part has vLLM's names, which connectors read; the second part travels between scheduler
 and ranks, as plain data also where they share a process.
@@ -36,7 +36,7 @@ class Request:
         kv_transfer_params: Parameters for the connector.
     """
 
-    # What else connectors of vLLM read of a request: this model has no adapters and no media, and
+    # Further attributes that connectors of vLLM read: this model has no adapters and no media, and
     # takes the most likely token.
     sampling_params = pooling_params = lora_request = prompt_embeds = None
     cache_salt: str | None = None
@@ -60,21 +60,21 @@ class Request:
         self.mm_features: list[Any] = []
         self.state: State = "waiting"
         self.error: str | None = None
-        """Why the request failed."""
+        """Cause of the failure."""
         self.began = False
-        """Whether a step has computed anything for it."""
+        """True once a step has computed anything for the request."""
         self.wrote_blocks = False
-        """Whether a step has computed anything into its present blocks."""
+        """True once a step has computed anything into its present blocks."""
         self.was_scheduled = False
-        """Whether any step had it: connectors are told of it as new only once."""
+        """True once a step had the request: connectors are told of it as new only once."""
         self.num_computed_tokens = 0
         """Positions whose keys and values are in its blocks, or come with the present step."""
         self.num_external_tokens = 0
-        """Those of them that are being loaded."""
+        """Part of `num_computed_tokens` that is being loaded."""
         self.bad_blocks: set[int] = set()
-        """Those of its blocks that could not be loaded."""
+        """Blocks of the request that could not be loaded."""
         self.begins_anew = False
-        """Whether bytes may still arrive in its blocks once its load is over."""
+        """True if bytes may still arrive in its blocks once its load is over."""
         self.block_ids: list[int] = []
         self.num_cached_blocks = 0
         """Blocks that the prefix cache has the keys of."""
@@ -107,7 +107,7 @@ class Request:
 
     @property
     def is_done(self) -> bool:
-        """Whether all tokens were generated."""
+        """True if all tokens were generated."""
         return self.num_output_tokens >= self.max_new_tokens
 
     def lose_blocks(self) -> None:
@@ -164,12 +164,12 @@ class CachedRequestData:
 
     req_ids: list[str] = field(default_factory=list)
     resumed_req_ids: set[str] = field(default_factory=set)
-    """Those that begin anew after a preemption: their blocks are all new."""
+    """Requests that begin anew after a preemption: their blocks are all new."""
     new_block_ids: list[BlockIds | None] = field(default_factory=list)
     num_computed_tokens: list[int] = field(default_factory=list)
     num_output_tokens: list[int] = field(default_factory=list)
     all_token_ids: dict[str, list[int]] = field(default_factory=dict)
-    """Prompt and generated tokens, of those that begin anew."""
+    """Prompt and generated tokens of requests that begin anew."""
     new_token_ids: list[list[int]] = field(default_factory=list)
     """Empty, as where there is no pipeline: the workers have generated the tokens themselves."""
 
@@ -221,7 +221,7 @@ class Span(msgspec.Struct, frozen=True):
     start: int
     """Position of the first token."""
     block_ids: list[int]
-    """All blocks of the request, in order."""
+    """Complete list of the request's blocks, in order."""
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -234,7 +234,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     connector_metadata: Any = None
     """Metadata of the connector's scheduler side, serialized; None without a connector."""
     loads_first: bool = False
-    """Whether the spans need what the connector loads in this step."""
+    """True if the spans need blocks that the connector loads in this step."""
     finished_req_ids: set[str] = set()
     """Requests that have ended since the last step."""
 

@@ -56,7 +56,7 @@ class Executor(Protocol):
 
 
 class LocalExecutor:
-    """All ranks in this process; several run in a thread each.
+    """Executor with all ranks in this process; several run in a thread each.
 
     Args:
         *workers: The worker of each rank.
@@ -223,7 +223,7 @@ _RESULTS = msgspec.msgpack.Decoder(StepResult)
 
 
 class ProcessExecutor:
-    """All ranks of an engine, each in a process of its own.
+    """Executor with each rank in a process of its own.
 
     Args:
         config: Configuration of the engine.
@@ -238,7 +238,7 @@ class ProcessExecutor:
                 channel = start_process(f"rank {rank}", spawn)
                 self._channels.append(channel)
                 channel.send(_RankStart(rank, config, self._rendezvous.port, self._rendezvous.name))
-            # After all were started: they wait for each other.
+            # After the start of all ranks: they wait for each other.
             self._handshakes = self._receive(_HANDSHAKES)
         except BaseException:
             self.close()
@@ -267,7 +267,7 @@ class ProcessExecutor:
             try:
                 received.append(channel.receive(decoder))
             except WTransferError as error:  # noqa: PERF203  # each rank has its own
-                # A rank's error often says that another one is gone; the lost channel says which.
+                # A rank's error often reports the loss of another one; the lost channel names it.
                 if channel.is_lost:
                     raise
                 first_error = first_error or error

@@ -104,7 +104,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     load_s: float | None = None
     """Seconds in which it waited for loads beside other requests' steps; None: it did not."""
     error: str | None = None
-    """Why it failed or was refused."""
+    """Cause of the failure or refusal."""
 
 
 _Reply: TypeAlias = _SpawnRank | _Ready | Answer
@@ -128,7 +128,7 @@ class Instance:
 
     Raises:
         PeerLostError: The process ended while it started.
-        StallError: It did not start in time.
+        StallError: The process did not start in time.
         WTransferError: The configuration is not valid.
     """
 
@@ -180,7 +180,7 @@ class Instance:
         number, deadline = next(self._numbers), Deadline(deadline_s)
         request = _Submit(number, prompt, max_new_tokens, kv_transfer_params, time.monotonic())
         try:
-            # What the instance cannot decode would end it.
+            # A message that the instance cannot decode would end it.
             msgspec.convert(msgspec.to_builtins(request), _Submit)
         except (msgspec.ValidationError, TypeError) as error:
             raise ValueError(f"that is no request: {error}") from error
@@ -188,7 +188,7 @@ class Instance:
         try:
             answer = self._receive(deadline, f"request {number} of {self.name}")
             while not isinstance(answer, Answer) or answer.number != number:
-                # Else it is of a request that ended before its abort.
+                # Otherwise the answer is of a request that ended before its abort.
                 answer = self._receive(deadline, f"request {number} of {self.name}")
         except StallError:
             with contextlib.suppress(PeerError, StallError):
@@ -241,7 +241,7 @@ class Instance:
             self._channel.send(command)
 
     def _receive(self, deadline: Deadline, what: str) -> _Reply:
-        """Return one reply; a rank that it asks for is started."""
+        """Return one reply; start the rank that the instance asks for."""
         self._check_alive()
         while not self._channel.poll(deadline.remaining()):
             deadline.check(what, worker=self.name)

@@ -1,6 +1,6 @@
 """The served model: a decoder-only transformer whose keys and values live in a paged cache.
 
-It computes the same bits whatever was cached before, and on any number of ranks. A token at
+The model computes the same bits whatever was cached before, and on any number of ranks. A token at
 position p is always computed in row ``p % TILE`` of a tile of `TILE` positions, one head at a time,
 over all positions up to the end of its tile; rows that are not asked for, and positions that are
 not known yet, are zeros. So every product has a shape that depends on the position alone, and a
@@ -68,7 +68,7 @@ class TensorParallelRank:
             return part
         parts = [torch.empty_like(part) for _ in range(self.size)]
         parts[self.rank] = part.contiguous()
-        # All begun before any is waited for: ranks need not take turns.
+        # Begin every broadcast before the first wait: ranks need not take turns.
         begun = [
             self._group.broadcast(each.view(-1).view(torch.uint8), root)
             for root, each in enumerate(parts)
@@ -181,7 +181,7 @@ class PagedTransformer(nn.Module):
             tp: This rank.
             before_layer: Called with each layer's number before it is computed; when it returns,
                 the keys and values of earlier positions must be in the cache.
-            after_layer: Called when those of the spans are in the cache, too.
+            after_layer: Called when the keys and values of the spans are in the cache, too.
         """
         tiles: list[_Tile] = []
         last = []
@@ -192,7 +192,7 @@ class PagedTransformer(nn.Module):
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
             before_layer(number)
-            # In the order of positions: a tile reads what earlier tiles have written.
+            # In the order of positions: a tile reads keys and values written by earlier tiles.
             streams = [
                 layer.finish(stream, tile.attend(number, layer, layer.attention_norm(stream)))
                 for tile, stream in zip(tiles, streams, strict=True)

@@ -1,4 +1,4 @@
-"""Reference output: what a model computes for one request alone, with nothing loaded or shared."""
+"""Reference output: a model's output for one request alone, with nothing loaded or shared."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def some_prompts(count: int, *, unit: int = _BLOCK_SIZE, seed: int = 0) -> list[
     """Return prompts that begin alike and part somewhere within the first two units.
 
     Args:
-        count: How many.
+        count: Number of prompts.
         unit: Each prompt is longer than three and shorter than five times this number of tokens.
         seed: Another seed gives other prompts.
     """

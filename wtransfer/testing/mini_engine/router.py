@@ -21,7 +21,7 @@ class Handed:
     answer: Answer | None
     """None: the instance did not answer."""
     why: str | None = None
-    """Why the decode instance has to compute the prompt itself; None: it need not."""
+    """Reason that the decode instance has to compute the prompt itself; None: it need not."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Router:
         Raises:
             ValueError: An instance refused the request.
             PeerLostError: The decode instance is lost.
-            StallError: It did not answer in time.
+            StallError: The decode instance did not answer in time.
         """
         return self.go_on(prompt, max_new_tokens, self.hand_over(prompt), deadline_s)
 
@@ -74,7 +74,7 @@ class Router:
         """Have the prefill instance compute a prompt.
 
         Raises:
-            ValueError: It refused the request.
+            ValueError: The prefill instance refused the request.
         """
         instance = self.prefill
         if instance is None:

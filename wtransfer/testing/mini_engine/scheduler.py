@@ -1,4 +1,4 @@
-"""The scheduler: which tokens are computed next, and on which blocks."""
+"""The scheduler: choice of the tokens to compute next, and of their blocks."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Scheduler:
     """Plans steps, and processes their results.
 
     Requests run side by side, in the order in which they were admitted. Each step computes the next
-    token of those whose prompt is computed, and as much of the other prompts as its budget allows.
-    Where blocks run out, the request that was admitted last is preempted, and begins anew later;
-    the first never is, so one of them always makes progress.
+    token of requests whose prompt is computed, and as much of the other prompts as its budget
+    allows. Where blocks run out, the request that was admitted last is preempted, and begins anew
+    later; the first is never preempted, so one of them always makes progress.
 
     A request builds on blocks of its own weight version only, and its blocks are cached only as
     long as the version has not changed. A request for which nothing was computed at a change begins
@@ -71,11 +71,11 @@ class Scheduler:
         self._loading: dict[str, Request] = {}
         self._loaded: deque[Request] = deque()
         self._running: dict[str, Request] = {}
-        # All requests that have not ended.
+        # Requests that have not ended, in any state.
         self._requests: dict[str, Request] = {}
         # Blocks of ended requests, by request, while the connector still reads or writes them.
         self._held: dict[str, list[int]] = {}
-        # Those of them that ended while they were loaded.
+        # Held requests that ended while they were loaded.
         self._written: set[str] = set()
         self._ended: set[str] = set()
         self._preempted: set[str] = set()
@@ -89,7 +89,7 @@ class Scheduler:
 
     @property
     def is_busy(self) -> bool:
-        """Whether more steps are needed."""
+        """True if more steps are needed."""
         if self.connector is None:
             return bool(self._requests)
         # Ended requests: the workers are told of them in the next step.
@@ -101,7 +101,7 @@ class Scheduler:
 
         Raises:
             ValueError: The cache is too small for the request alone; or its identity is that of
-                another one that has not ended, or still holds blocks.
+                another request that has not ended, or still holds blocks.
         """
         request_id = request.request_id
         if request_id in self._requests or request_id in self._held:
@@ -149,7 +149,7 @@ class Scheduler:
         metadata = None
         if self.connector:
             metadata = serialize(self.connector.build_connector_meta(output))
-            # Not used here; taken in every step, as vLLM does.
+            # Events are not used here; taken in every step, as vLLM does.
             self.connector.take_events()
         versions = None if self._versions is None else list(self._versions)
         return StepPlan(versions, step.spans(), metadata, step.loads_first, output.finished_req_ids)
@@ -157,7 +157,7 @@ class Scheduler:
     def _plan_running(self, step: _Step) -> None:
         for request in list(self._running.values()):
             count = min(request.num_tokens - request.num_computed_tokens, step.budget)
-            # It may have been preempted by one before it.
+            # An earlier request may have preempted this one.
             if request.request_id not in self._running or not count:
                 continue
             blocks = self._grow(request, count)
@@ -169,8 +169,8 @@ class Scheduler:
     def _preempt_for(self, request: Request) -> bool:
         """Preempt another request so that this one gets blocks; return whether it may go on.
 
-        Loaded requests for which nothing was computed yet are preempted first, then the one that
-        was admitted last. The first never is: two requests could undo each other's work in turns.
+        Loaded requests for which nothing was computed yet are preempted first, then the last
+        admitted, but never the first: two requests could undo each other's work in turns.
         Where the connector holds the other blocks, the first waits for them.
         """
         if self._loaded:
@@ -233,13 +233,13 @@ class Scheduler:
         """Allocate a request's first blocks.
 
         Returns:
-            Whether enough were free; None: the connector must be asked again in the next step.
+            True if enough were free; None: the connector must be asked again in the next step.
         """
         assert self._versions is not None
         # The last token is always computed: its successor is not cached.
         most = (request.num_tokens - 1) // self._block_size
         cached = self.pool.lookup(self._keys(request, self._versions)[:most])
-        # Before others are allocated: free blocks that are not pinned would be among them.
+        # Pin before others are allocated: free blocks that are not pinned would be among them.
         self.pool.pin(cached)
         num_cached = len(cached) * self._block_size
         num_external: int | None = 0
@@ -296,20 +296,20 @@ class Scheduler:
 
     def update(self, plan: StepPlan, results: Sequence[StepResult]) -> list[Request]:
         """Process a step's results, one for each rank in order; return the requests that ended."""
-        # First: the other results may be of other weights than the plan.
+        # Weights first: the other results may be of other weights than the plan.
         self._update_weights([result.version for result in results])
         outputs = [result.connector for result in results if result.connector is not None]
         ended = self._record_load_errors(outputs)
         if all(result.tokens is not None for result in results):
             for span in plan.spans:
                 request = self._running.get(span.request_id)
-                # Else it was aborted, restarted or rewound after the step was planned.
+                # Otherwise the request was aborted, restarted or rewound after the planning.
                 if request is not None and request.num_computed_tokens == span.start:
                     self._advance(request, span, results[0].tokens or {})
                     ended += [request] if request.is_done else []
         else:
             self.counts["steps_refused"] += bool(plan.spans)
-        # Last: the connector may have sent what this step computed of a request that it ended.
+        # Connector last: it may have sent blocks that this step computed of a request it ended.
         return ended + self._update_connector(outputs)
 
     def _update_weights(self, reported: Sequence[WeightVersion | None]) -> None:
@@ -334,12 +334,12 @@ class Scheduler:
         return [each for each in in_step if not self._finish_load(each)]
 
     def _update_connector(self, outputs: Sequence[ConnectorOutput]) -> list[Request]:
-        """Process what else the connector reports; return the requests that failed by it."""
+        """Process the other reports of the connector; return the requests that failed by it."""
         if self.connector is None:
             return []
         loading = {*self._loading, *self._written}
-        # A connector that pushes may have sent a request before this has ended: the notice counts
-        # once it has.
+        # A connector that pushes may have sent a request before its end: the notice counts once
+        # the request has ended.
         sent = self._agreed(
             self._sent, [each.finished_sending for each in outputs], self._held, self._requests
         )
@@ -370,7 +370,8 @@ class Scheduler:
         )
         arrived = [self._loading.pop(each) for each in sorted(received) if each in self._loading]
         failed = [each for each in arrived if not self._finish_load(each)]
-        # Either notice: a connector names an ended request once, when it neither reads nor writes.
+        # Either notice ends the hold: a connector names an ended request once, when it neither
+        # reads nor writes.
         for request_id in received | sent:
             self._written.discard(request_id)
             self.pool.release(self._held.pop(request_id, []))
@@ -411,7 +412,7 @@ class Scheduler:
         return agreed
 
     def _finish_load(self, request: Request) -> bool:
-        """Use what was loaded for a request; return whether the request goes on."""
+        """Use the blocks loaded for a request; return whether the request goes on."""
         num_external, request.num_external_tokens = request.num_external_tokens, 0
         if request.versions is not self._versions:
             if request.state == "loading":
@@ -534,7 +535,7 @@ class _Step:
         self.budget -= count
 
     def spans(self) -> list[Span]:
-        """Return what the ranks compute; called once all blocks of the step are allocated."""
+        """Return the spans to compute; called once all blocks of the step are allocated."""
         spans = []
         for request, count in self._requests:
             start = request.num_computed_tokens

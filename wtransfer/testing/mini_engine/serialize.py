@@ -1,8 +1,8 @@
 """Serialize objects of plain data as messages; vLLM pickles them, this engine does not.
 
 Only objects of classes that this process has loaded are made, and only of kinds that carry data:
-dataclasses, named tuples, and the metadata of connectors. Neither constructors nor properties of
-theirs run. Arrays and tensors of numbers are carried, too.
+dataclasses, named tuples, and the metadata of connectors. Their constructors and properties do not
+run. Arrays and tensors of numbers are carried, too.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def deserialize(plain: Any) -> Any:
 
     Raises:
         LookupError: Its class is not loaded in this process.
-        TypeError: It is not plain data.
+        TypeError: The value is not plain data.
     """
     if not isinstance(plain, list):
         return plain
@@ -169,7 +169,7 @@ def _loaded_class(name: str) -> type:
     module, _, qualname = name.partition(":")
     cls: Any = sys.modules.get(module)
     for part in qualname.split("."):
-        # Not by getattr: a module may import what it is asked for.
+        # Not by getattr: a module may import a name that is looked up in it.
         cls = getattr(cls, "__dict__", {}).get(part)
     if not isinstance(cls, type) or _name_of(cls) != name:
         raise LookupError(

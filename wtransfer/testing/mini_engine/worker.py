@@ -36,7 +36,7 @@ COMMIT_WAIT_S = 10.0
 
 
 class Worker:
-    """Executes steps. All calls come from the thread that owns the model.
+    """Executes steps. Every call comes from the thread that owns the model.
 
     Args:
         config: Configuration of the engine.
@@ -89,7 +89,7 @@ class Worker:
         self._commit()
         version = self._version()
         expected = plan.versions[self._tp.rank] if plan.versions else None
-        # All ranks compute, or none: they wait for each other in every layer.
+        # Every rank computes, or none: ranks wait for each other in every layer.
         refused = self._tp.any(version is None or version != expected)
         if self.connector is None:
             return StepResult(version, None if refused else self._compute(plan))
@@ -105,7 +105,7 @@ class Worker:
 
     def _commit(self) -> None:
         session = self.session
-        # Agreed on by all ranks: one that commits waits for the others, which must not compute.
+        # Agreed on by all ranks: a rank that commits waits for the others, which must not compute.
         if session is None or not self._tp.any(session.pending):
             return
         try:
@@ -189,7 +189,7 @@ def make_worker(
     Args:
         config: Configuration of the engine.
         group: Group of the ranks; None: a single rank.
-        owns_process: Whether this process has no other model. Without a publisher, its weights are
+        owns_process: True if this process has no other model. Without a publisher, its weights are
             then named by their content, so that KV cache is exchanged with all instances that have
             the same weights; with a publisher, the session names them.
     """

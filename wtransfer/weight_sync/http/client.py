@@ -9,8 +9,8 @@ URLs, as users write them:
 ``unix:/path``           Unix socket in a folder
 =======================  =======================================================================
 
-A response is decoded as JSON and otherwise not trusted. An error that it describes is raised as the
-class that it names, from the closed table of `wtransfer.errors`.
+A response is decoded as JSON and otherwise not trusted. An error in a response is raised as the
+class that the response names, from the closed table of `wtransfer.errors`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class EndpointUrl:
     base_url: str
     """Prefix of every request's URL."""
     address: str
-    """The same as an address of `wtransfer.transport.address`."""
+    """The URL as an address of `wtransfer.transport.address`."""
     socket: str | None = None
     """Unix socket to connect to; abstract names start with a NUL."""
     token: str | None = field(default=None, repr=False)
@@ -70,7 +70,7 @@ class EndpointUrl:
 
     @property
     def is_local(self) -> bool:
-        """Whether the endpoint is on this host; looks its name up, which may block.
+        """True if the endpoint is on this host; looks its name up, which may block.
 
         Raises:
             AddressError: The host's name is not known.
@@ -82,7 +82,7 @@ def parse_url(text: str) -> EndpointUrl:
     """Read a URL.
 
     Raises:
-        AddressError: It has none of the forms above.
+        AddressError: The URL has none of the forms above.
     """
     scheme, _, rest = text.partition(":")
     if scheme == "unix":
@@ -144,7 +144,7 @@ class HttpClient:
 
     @property
     def is_local(self) -> bool:
-        """Whether the endpoint is on this host; looks its name up, which may block."""
+        """True if the endpoint is on this host; looks its name up, which may block."""
         return self.url.is_local
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> Any:
@@ -160,7 +160,7 @@ class HttpClient:
         self._call("POST", "/start_weight_update")
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Apply it; returns when the serving engine has."""
+        """Apply the update; returns when the serving engine has."""
         body = None if weight_version is None else {"weight_version": weight_version}
         self._call("POST", "/finish_weight_update", body)
 
@@ -171,7 +171,7 @@ class HttpClient:
             address: The publisher's.
             timeout_s: Longest wait for the response, in seconds. Default: the client's.
         """
-        # Not by the shutdown route: that of a serving engine leaves every publisher.
+        # Not by the shutdown route: a serving engine then leaves every publisher.
         body = {"init_info": {"wtransfer": {"address": address, "leave": True}}}
         self._call("POST", "/init_weight_transfer_engine", body, timeout_s=timeout_s)
 
@@ -179,13 +179,13 @@ class HttpClient:
         """Return label, fingerprint, state and proof of the weights that the endpoint serves.
 
         Args:
-            digests: Whether to have every tensor digested afresh, too.
+            digests: True to have every tensor digested afresh, too.
         """
         params = {"digests": "true"} if digests else None
         return self._call("GET", "/weight_info", params=params)
 
     def get_world_size(self) -> int | None:
-        """Return the ranks of a serving engine, all replicas included; None if it has no route."""
+        """Return the ranks of a serving engine, all replicas included; None: no such route."""
         try:
             answer = self._call("GET", "/get_world_size", params={"include_dp": "true"})
         except RemoteError:
@@ -310,7 +310,7 @@ class HttpClient:
                 facts = {k: v for k, v in error.items() if k not in ("type", "message")}
                 ours = from_wire(str(error.get("type", "error")), error["message"], facts)
                 if not isinstance(ours, RemoteError):
-                    # Both names: users know the URL, reports the worker.
+                    # Name both: users know the URL, reports the worker.
                     ours.worker = f"{ours.worker} at {self.name}" if ours.worker else self.name
                     return ours
                 text = ours.message

@@ -16,7 +16,7 @@ Every request needs the token: ``Authorization: Bearer TOKEN``, or TOKEN as the 
 ``http://wtransfer:TOKEN@host:port``. Nothing is encrypted. Bodies are JSON of at most 1 MiB. Errors
 are ``{"error": {"type", "message", ...}}``.
 
-HTTP is not on the data path: where it is flooded it refuses connections, and rounds go on.
+HTTP is not on the data path: a flooded server refuses connections, and rounds go on.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ MAX_BODY_NBYTES = 1 << 20
 JOIN_S = 10.0
 """Time for a publisher to be reached, in seconds."""
 PAUSE_MODES = ("abort", "wait", "keep")
-"""What a pause does with running requests."""
+"""Modes of a pause: its treatment of running requests."""
 
 _READ_NBYTES = 8 << 10
 _BACKLOG = 64  # asyncio accepts as many in one turn of its loop, before the protocol sees any
@@ -130,8 +130,8 @@ TBody = TypeVar("TBody", bound=msgspec.Struct)
 class WorkerServer:
     """Serves a session over HTTP, on a thread of its own, until closed.
 
-    At most 128 connections are open at a time; one without a whole request within a second is cut,
-    or as soon as a new one needs its place.
+    At most 128 connections are open at a time; a connection without a whole request is closed after
+    a second, or as soon as a new one needs its place.
 
     Args:
         session: The worker's; it is not closed with the server.
@@ -185,7 +185,7 @@ class WorkerServer:
 
     @property
     def address(self) -> str:
-        """Where it listens, with the port that the kernel chose."""
+        """Listening address, with the port that the kernel chose."""
         return self._listening.address
 
     @property
@@ -222,8 +222,8 @@ class _BoundedProtocol(H11Protocol):
     """uvicorn's HTTP/1.1 protocol, with limits for peers that have not shown the token.
 
     uvicorn's own `limit_concurrency` refuses requests for the number of connections that send none,
-    and lets those use up the descriptors, which rounds need, too. And it waits for the rest of a
-    header for ever.
+    and lets those use up the descriptors, which rounds need, too. uvicorn also waits for ever for
+    the rest of a header.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -264,8 +264,8 @@ class _BoundedProtocol(H11Protocol):
     def _make_room(self) -> bool:
         """Close the oldest connection without a whole request; return whether there was one.
 
-        A peer with the token sends its request at once, so a stranger that is silent leaves before
-        it: newcomers would be shut out by strangers that come again and again.
+        A peer with the token sends its request at once, so a silent stranger is closed first;
+        refused instead, newcomers would be shut out by strangers that come again and again.
         """
         silent = [
             (each.header_timer.when(), each)
@@ -280,7 +280,7 @@ class _BoundedProtocol(H11Protocol):
 
     def leave(self) -> None:
         """Close the connection now."""
-        # In this order: until the loss is told it would be found again, in the place of the next.
+        # In this order: with its timer the connection would be found again, until its loss is told.
         self._stop_timer()
         self.transport.abort()
 
@@ -320,7 +320,7 @@ class _TokenBackend(AuthenticationBackend):
 
 
 def _hashed(secret: bytes) -> bytes:
-    # Of one length whatever was given: the time of a comparison tells nothing.
+    # Hashes have one length: the time of a comparison tells nothing about the secret.
     return hashlib.sha256(secret).digest()
 
 
@@ -335,7 +335,7 @@ class _Registration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str | None = None
     """The publisher's name for this endpoint."""
     leave: bool = False
-    """Whether to leave it."""
+    """True to leave the publisher."""
 
 
 class _InitBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -525,7 +525,7 @@ class _Routes:
         for _ in range(_DIGEST_ATTEMPTS):
             info = self._held()
             digests = self._session.digests()
-            # Else a commit came in between, and they are of other weights than `info`.
+            # Else a commit came in between, and the digests are of other weights than `info`.
             if self._session.fingerprint == info["fingerprint"]:
                 return {**info, "digests": digests}
         raise RoundBusyError("new weights are applied faster than they can be digested; ask again")
@@ -572,7 +572,7 @@ class _Routes:
 
     def _leave(self) -> str | None:
         left, self._registered = self._registered, None
-        # The session's owner may have left it, or closed the session, meanwhile.
+        # The session's owner may have left the publisher, or closed the session, meanwhile.
         if left is None or self._session.publisher is not left:
             return None
         with contextlib.suppress(ClosedError):
@@ -629,6 +629,6 @@ def _error_response(error: Exception, status: int) -> JSONResponse:
     if status == _UNAUTHORIZED:
         response.headers["www-authenticate"] = "Bearer"
     if status in (_UNAUTHORIZED, _TIMEOUT, _TOO_LARGE):
-        # The rest of the body is not waited for.
+        # Do not wait for the rest of the body.
         response.headers["connection"] = "close"
     return response

@@ -1,9 +1,10 @@
 """One round: plan, transfer, prepare, commit, finish. All or nothing until the first commit.
 
 `RoundState` decides what may be sent; the threads here only feed it and wait on it. Three kinds of
-threads meet, under one lock, the publisher's: the channel's, which takes in what workers answer;
+threads meet, under one lock, the publisher's: the channel's, which takes in the workers' answers;
 the round's own, which takes the steps; and the engine's, which sends. Every wait of the latter two
-ends on an answer, a fault, a lost peer, an abort, or the deadline. So nothing hangs, whatever dies.
+ends on an answer, a fault, a lost peer, an abort, or the deadline. So no wait hangs, whichever
+process dies.
 """
 
 from __future__ import annotations
@@ -48,22 +49,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LostPolicy = Literal["abort", "drop"]
-"""What the loss of a worker before the commit does."""
+"""Effect of the loss of a worker before the commit."""
 NonfinitePolicy = Literal["allow", "warn", "reject"]
-"""What NaN or infinity in the weights does."""
+"""Effect of NaN or infinity in the weights."""
 
 CAUSE_GRACE_S = 0.3
-"""Time in which the cause of a broken group must show, before the break itself counts as one."""
+"""Seconds for the cause of a broken group to show, before the break itself counts as the cause."""
 ROLLBACK_GRACE_S = 1.0
-"""Seconds that ranks get to go back before the report is made; they go on afterwards."""
+"""Seconds that ranks get to roll back before the report is made; they go on afterwards."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How a publisher wants its rounds to be judged.
+    """A publisher's rules for its rounds.
 
     Raises:
-        ValueError: A choice that does not exist, or no number that a round could be judged by.
+        ValueError: A choice that does not exist, or a number out of range.
     """
 
     min_workers: int = 1
@@ -71,8 +72,8 @@ class Rules:
     on_lost_worker: LostPolicy = "abort"
     """``"drop"`` lets the others commit, as long as `min_workers` remain."""
     nonfinite: NonfinitePolicy = "allow"
-    """``"allow"`` does not look for it, ``"warn"`` logs and counts it, ``"reject"`` ends the
-    round."""
+    """``"allow"`` does not look for NaN and infinity, ``"warn"`` logs and counts them,
+    ``"reject"`` ends the round."""
     deadline_s: float = 30.0
     """Longest time without progress, in seconds."""
 
@@ -96,7 +97,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class ProvenUpdate:
-    """What every worker of a round has proven to have; they hold it after the commit."""
+    """An update that every worker of a round has proven to have, and holds after the commit."""
 
     version: str
     """Label."""
@@ -131,15 +132,15 @@ class Round:
         version: Label.
         runner: The trainer's engine.
         membership: The workers.
-        instances: Which of them take part, by instance.
-        rules: How to judge.
-        origin: Which engine workers must have.
+        instances: The workers that take part, by instance.
+        rules: The publisher's rules.
+        origin: The engine that workers must have.
         proven: An update that was committed before and is sent again; None: the source's.
-        instead: What is sent, where that is not the user's source.
-        dry_run: Whether to end when every worker has verified, without a commit.
+        instead: Source to send from; None: the user's source.
+        dry_run: True to end when every worker has verified, without a commit.
         missing: Hosts whose workers should take part and have not joined, and why.
-        apply: Lets the hosts of these workers apply what was committed, where that takes a call;
-            says of each when it has answered, and returns the errors of those whose call failed.
+        apply: Lets these hosts apply the committed update, where that takes a call; reports each
+            host that has answered, and returns the errors of hosts whose call failed.
         on_packed: Called once when the trainer may change its weights again.
         on_done: Called when the round is over, on its thread.
     """
@@ -170,7 +171,7 @@ class Round:
         self.dry_run = dry_run
         self.members = frozenset(worker for ranks in instances.values() for worker in ranks)
         self.called_off = False
-        """Whether `abort` ended it."""
+        """True if `abort` ended the round."""
         self._instead = instead
         self._runner = runner
         self._membership = membership
@@ -194,25 +195,25 @@ class Round:
         self._waited_at = 0.0
         self._broken_at: float | None = None
         self._grouped = origin.needs_generation
-        """Whether the workers need a group of all of them, which the loss of one breaks."""
+        """True if all workers form one group, which the loss of one breaks."""
         self.state = RoundState(
             self.round_id,
             version,
             instances.values(),
             send_to,
             min_instances=rules.min_workers,
-            # In a group the rest are lost with one; the next round gives them another.
+            # In a group all are lost with one; the next round gives the rest another group.
             may_drop=rules.on_lost_worker == "drop" and not self._grouped,
         )
         self._call_off: str | None = None
         """Why `abort` was called; the round's thread acts on it."""
         self._over = False
-        # In the caller's context: observers may note in which trace the round was begun.
+        # In the caller's context: observers may note the trace in which the round was begun.
         run = functools.partial(contextvars.copy_context().run, self._run)
         self._thread = threading.Thread(target=run, name="wtransfer-round", daemon=True)
         if not runner.started:
             for worker in self.members:
-                # What it still answers to an earlier attempt is no answer to this one.
+                # A late answer to an earlier attempt is no answer to this one.
                 worker.epoch = 0
         membership.open(self.state)
 
@@ -246,8 +247,8 @@ class Round:
 
         Raises:
             WTransferError: The round was aborted; every worker is on its old version.
-            CommitError: No worker holds the version after the commit; its `report` says of each
-                worker why. Or the publisher itself failed then, and there is no report.
+            CommitError: No worker holds the version after the commit; the error's `report` says
+                why, worker by worker. Or the publisher itself failed then, and there is no report.
             StallError: `timeout_s` seconds have passed; None: no limit. The round goes on.
             ValueError: `timeout_s` is neither None nor a number of at least 0.
         """
@@ -262,7 +263,7 @@ class Round:
         if not ended:
             raise StallError(f"the round has not ended in {timeout_s} s", round_id=self.round_id)
         if self._failure is not None:
-            # Afresh: a traceback would grow with every call, and keep the callers' variables.
+            # Without traceback: it would grow with every call, and keep the callers' variables.
             raise self._failure.with_traceback(None)
         assert self._report is not None
         return self._report
@@ -273,10 +274,10 @@ class Round:
             return {rank.worker.name: rank.nbytes for rank in self.state.ranks()}
 
     def abort(self, reason: str = "aborted by the caller") -> None:
-        """End the round before its commit. Later, or a second time, this does nothing."""
+        """End the round before its commit. Later, or a second time, do nothing."""
         check_process(self._pid, "Round")
-        # No more than that: this may be a thread on which a signal handler raises, and an abort
-        # that reaches half of the workers would be none.
+        # Only a note: a signal handler may raise on this thread, and an abort that reaches half of
+        # the workers would be none.
         self._call_off = self._call_off or reason
         self._changed.notify_all()
 
@@ -290,7 +291,7 @@ class Round:
                 )
 
     def runs_on(self, thread: threading.Thread) -> bool:
-        """Return whether a thread is the round's own."""
+        """Return True if a thread is the round's own."""
         return thread is self._thread
 
     def _check_caller(self, method: str) -> None:
@@ -309,7 +310,7 @@ class Round:
 
     @property
     def num_workers(self) -> int:
-        """Workers that take part; where it goes on without one that was lost, the others."""
+        """Workers that take part, without lost ones that the round goes on without."""
         return sum(1 for _ in self.state.ranks())
 
     @property
@@ -319,29 +320,29 @@ class Round:
 
     @property
     def done(self) -> bool:
-        """Whether the round is over."""
+        """True if the round is over."""
         return self._over
 
     @property
     def failed(self) -> bool:
-        """Whether the round was ended before its commit."""
+        """True if the round was ended before its commit."""
         return self._failure is not None and not self.state.committing
 
     @property
     def failure(self) -> WTransferError | None:
-        """Why it was ended, or what failed after its commit was sent."""
+        """Why the round was ended, or the error after its commit was sent."""
         return self._failure
 
     @property
     def went_through(self) -> bool:
-        """Whether it was committed, and no worker was told to let go of it before."""
+        """True if the round was committed, and no instance was dropped before."""
         if self._report is None or self.dry_run:
             return False
         return not any(instance.dropped for instance in self.state.instances)
 
     @property
     def committing(self) -> bool:
-        """Whether commits have been sent: from here the round only goes forward."""
+        """True if commits have been sent: from here the round only goes forward."""
         return self.state.committing
 
     # -- for the engine, by way of its client
@@ -364,7 +365,7 @@ class Round:
         self._await(lambda rank: rank.num_received > number, "reception of data")
 
     def check(self) -> None:
-        """Raise if the round has failed, or is past the point where an engine may use it."""
+        """Raise if the round has failed, or has sent its commits."""
         with self._lock:
             if self.state.committing:
                 raise RoundAbortedError(
@@ -374,7 +375,7 @@ class Round:
             self._check_state()
 
     def wake(self) -> None:
-        """Let the round look again: something that it waits for may have happened."""
+        """Let the round check its waits again: a condition may have changed."""
         self._changed.notify_all()
 
     # -- the steps
@@ -405,7 +406,7 @@ class Round:
                 self._tell_done()
 
     def _break(self, error: BaseException) -> None:
-        """Note a fault of our own: the caller hears of it rather than wait."""
+        """Note a fault of the publisher itself: the caller gets an error rather than wait."""
         logger.error("round %s broke", self.round_id, exc_info=error)
         self._report = None
         if self.state.committing:
@@ -434,7 +435,7 @@ class Round:
         outcome = without if report is None else report.outcome
         head = f"round {self.round_id} ({self.version!r})"
         if report is None or self._failure is not None:
-            # The caller is told by an exception; what broke after the commit was logged as it did.
+            # The caller gets an exception; a failure after the commit was logged by `_break`.
             logger.info("%s %s: %s", head, outcome, self._failure)
         elif outcome == "mixed":
             logger.warning("%s is mixed:\n%s", head, report)
@@ -457,7 +458,7 @@ class Round:
         try:
             self._on_done(self)
         except BaseException:
-            # The round's outcome stands; a thread has nothing to raise to.
+            # The round's outcome stands; a thread has no caller to raise to.
             logger.exception("what follows round %s broke", self.round_id)
         finally:
             self._over = True
@@ -476,7 +477,8 @@ class Round:
             self._clock.lap("prepare")
             if not self.dry_run:
                 with self._lock:
-                    # Under the lock: what ends the round comes before this line or too late.
+                    # Under the lock: an event that ends the round comes before this line, or too
+                    # late.
                     self._check_state()
                     self.phase = "commit"
                     self.state.commit(proven.fingerprint)
@@ -592,12 +594,12 @@ class Round:
                 self.state.deadline(reason)
         if not is_settled:
             self._changed.wait_for(over, ROLLBACK_GRACE_S)
-        # An ack comes from within its host's call, before old KV cache is forgotten.
+        # An ack is sent within its host's call, before the engine drops old KV cache.
         self._changed.wait_for(lambda: not self._awaited_hosts(), answered_by.remaining())
         self._note_pending()
 
     def _awaited_hosts(self) -> set[str]:
-        """Return the hosts that are yet to answer, while all their ranks have; under the lock.
+        """Return the hosts that have not answered, while all their ranks have; under the lock.
 
         A host with a rank that is pending or lost may never answer, and is reported by that rank.
         """
@@ -606,10 +608,10 @@ class Round:
         return self._unanswered - self._apply_errors.keys() - silent
 
     def _is_left_alone(self) -> bool:
-        """Return whether no pending rank will be let commit in this round; called under the lock.
+        """Return True if no pending rank can commit in this round; called under the lock.
 
-        A host whose call was not answered in time may be applying the update still, and a rank that
-        rolls back does so by itself.
+        A host whose call was not answered in time may still be applying the update, and a rank that
+        rolls back needs no call.
         """
         pending = [rank for rank in self.state.ranks() if rank.outcome == "pending"]
         errors = [self._apply_errors.get(rank.worker.hello.host or "") for rank in pending]
@@ -619,14 +621,14 @@ class Round:
         )
 
     def _note_pending(self) -> None:
-        """Note which workers have not answered the commit; an ack, when it comes, says more."""
+        """Mark the workers that have not answered the commit as pending, until their ack."""
         with self._lock:
             for rank in self.state.ranks():
                 if rank.outcome == "pending":
                     rank.worker.state = "pending"
 
     def _apply_by_hosts(self) -> None:
-        """Let serving engines apply, on a thread of their own: their answer needs our finish."""
+        """Let serving engines apply, on a thread of its own: their answer needs the `Finish`."""
         hosts = {w.hello.host for w in self.members if w.hello.host is not None}
 
         def answered(host: str) -> None:
@@ -637,32 +639,32 @@ class Round:
         def call() -> None:
             failed = self._apply(self.version, hosts, answered)
             for error in failed.values():
-                # Acks decide. This says why one does not come, in the host's own words.
+                # Acks decide. The log line says why one is missing, in the host's own words.
                 logger.warning("round %s: %s", self.round_id, error)
             with self._lock:
                 self._apply_errors = failed
                 self._changed.notify_all()
 
         if hosts:
-            # Before any ack: the round must not end between it and its host's answer.
+            # Before any ack: the round must not end between an ack and its host's answer.
             self._unanswered = set(hosts)
             threading.Thread(target=call, name="wtransfer-apply", daemon=True).start()
 
     def _drop_verified(self) -> None:
-        """End a dry run: everything has been proven, nothing is kept."""
-        # As after a failure: an engine's client is of no use any more.
+        """End a dry run: every worker has verified, and drops the set."""
+        # As after a failure: the engine's client raises from now on.
         ended = RoundAbortedError("a dry run ends without a commit", **self._facts())
         with self._lock:
             self.state.abort(ended)
-        # What has begun, for observers, must end: here as on every worker.
+        # A round that observers saw begin must end for them, here as on every worker.
         hooks.notify("wtransfer_round_aborted", error=ended, worker=None, **self._identity())
 
     def _fail(self, error: BaseException) -> None:
         failure = error if isinstance(error, WTransferError) else _unexpected(error)
         failure.add_facts(**self._facts())
         with self._lock:
-            # From here on the client and the source raise, which lets the engine's call end. What
-            # ended the round before is the cause of this error.
+            # From here on the client and the source raise, which lets the engine's call end. An
+            # earlier error that ended the round is the cause of this one.
             self.state.abort(failure)
             failure = self.state.ended or failure
         failure.add_facts(**self._facts())
@@ -675,7 +677,7 @@ class Round:
     # -- the waits
 
     def _await(self, done: Callable[[RankAnswers], bool], what: str) -> None:
-        """Wait until every worker of the round has done something; raise what ends the round."""
+        """Wait until `done` holds for every worker of the round; raise the error that ends it."""
         begun = time.monotonic()
 
         def all_done() -> bool:
@@ -692,21 +694,21 @@ class Round:
         finally:
             with self._lock:
                 self._num_waiting -= 1
-                # Whatever was waited for, the engine is not late before it had time of its own.
+                # The engine's own time counts from the end of the wait.
                 self._waited_at = time.monotonic()
 
     def _supervise(self, call: EngineCall, what: str) -> None:
-        """Wait for a call into the trainer's engine; raise what ends the round."""
+        """Wait for a call into the trainer's engine; raise the error that ends the round."""
         self._call = call
         begun = time.monotonic()
 
         def has_returned() -> bool:
             is_done = call.done.is_set()
-            # A worker's fault is the cause of what the engine then raises, not the other way round.
+            # A worker's fault is the cause of the engine's error, not the other way round.
             self._check_state()
             moved = (rank.moved_at for rank in self.state.ranks())
             idle_s = _idle_s(begun, self._runner.source.moved_at, self._waited_at, *moved)
-            # An engine that waits for workers is not the one that stalls.
+            # An engine that waits for workers does not count as stalled.
             if not (is_done or self._num_waiting) and idle_s > self._rules.deadline_s:
                 name, plugin = self._runner.name, self._runner.plugin
                 raise self._stall(f"the trainer's engine {name!r}", what, plugin=plugin)
@@ -717,11 +719,11 @@ class Round:
             raise call.error
 
     def _check_state(self) -> None:
-        """Raise what ends the round, if anything has; called under the lock.
+        """Raise the error that ended the round, if any; called under the lock.
 
-        Engines whose workers form a group need a second look at the cause. One rank that is killed
-        makes the others say that their group broke, and often before the killed one is known to be
-        gone. So a broken group counts only when nothing else has shown for a while.
+        Engines whose workers form a group need a second look at the cause. A killed rank makes the
+        others report a broken group, often before its own loss is known. So a broken group counts
+        only when no other error has shown for `CAUSE_GRACE_S`.
         """
         self.end_if_called_off()
         self.state.check()
@@ -733,7 +735,7 @@ class Round:
                 raise symptom
 
     def _check_stall(self, waiting: list[RankAnswers], begun: float, what: str) -> None:
-        """Lose a worker that neither moves nor is still being fed by a moving trainer."""
+        """Lose a worker that neither makes progress nor is fed by a trainer that does."""
         deadline_s = self._rules.deadline_s
         fed_at = max(begun, self._runner.source.moved_at)
         stalled = [rank for rank in waiting if _idle_s(rank.moved_at, fed_at) > deadline_s]
@@ -744,17 +746,18 @@ class Round:
                 name = rank.worker.name
                 self.state.lose(rank.worker, self._stall(name, what, worker=name))
         elif self._runner.source.reading:
-            # For every wait: the engine's own ends with it, and would be taken for the cause.
+            # For every wait: the engine's own wait ends with the round's, and its error would be
+            # taken for the cause.
             self.state.abort(self._stall("the trainer's source", "the next tensor"))
         else:
-            # A rank that is stopped leaves the others waiting for bytes, as it does itself. What
-            # tells them apart is the control channel: a process that lives answers there, whatever
-            # its engine waits for. So the one that is silent is to blame, though it may have moved
-            # last. Where all answer, the engine of one hangs; it is not one that is ahead, but
-            # which one cannot be told for certain, so all are named.
+            # A stopped rank leaves the others waiting for bytes, and stands still like them. The
+            # control channel tells them apart: a live process answers there, whatever its engine
+            # waits for. So the silent rank is to blame, even if it was the last to make progress.
+            # Where all answer, the engine of one hangs; a rank that is ahead is not the one, but
+            # the hanging one cannot be told for certain, so all are named.
             blamed = max(waiting, key=lambda rank: rank.worker.connection.last_heard_s)
             names, hint = blamed.worker.name, ""
-            # A peer that lives breaks its silence several times in this span.
+            # A live peer sends several times in this span.
             if blamed.worker.connection.last_heard_s <= deadline_s / 2:
                 stalled.sort(key=lambda rank: (rank.num_received, rank.nbytes, rank.moved_at))
                 blamed, names = stalled[0], ", ".join(rank.worker.name for rank in stalled)
@@ -798,7 +801,7 @@ class Round:
             workers += [
                 WorkerReport(host, host, 0, "dropped", None, "", error=error)
                 for host, error in self._missing.items()
-                # One that has answered too late, or was invited again, may have joined since.
+                # A host that answered too late, or was invited again, may have joined since.
                 if host not in hosts
             ]
         return Report(
@@ -821,16 +824,16 @@ class Round:
         elif self.dry_run:
             outcome = "verified"
         elif outcome == "committed" and worker.state == "empty":
-            # Committed, and lost since: it must not count as updated.
+            # The worker committed and has lost its weights since: not updated.
             outcome = "empty"
         if ack is not None and ack.error is not None:
             error = ack.error.rebuild(worker=worker.name)
         host = worker.hello.host or ""
         if outcome == "pending" and error is None:
-            # What its host said, to a worker that has not applied what it was ordered to.
+            # The host's error says why the worker has not applied the update.
             error = self._apply_errors.get(host)
         elif outcome == "committed" and host in self._unanswered:
-            # The worker has it; that its engine has forgotten old KV cache is not known.
+            # The worker holds the update; its engine may still have old KV cache.
             outcome, error = "pending", self._apply_errors.get(host) or self._no_answer(host)
         return WorkerReport(
             worker=worker.name,

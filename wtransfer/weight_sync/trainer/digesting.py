@@ -35,7 +35,7 @@ class DigestingSource:
     Args:
         source: The user's.
         algorithm: How tensors are digested.
-        screen: Whether to count NaN and infinity.
+        screen: True to count NaN and infinity.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class DigestingSource:
         self.nonfinite: dict[str, int] = {}
         self.moved_at = time.monotonic()
         self.reading = False
-        """Whether the user's source is at work: a round that stalls meanwhile waits for it."""
+        """True while the user's source is at work: a round that stalls meanwhile waits for it."""
         self.on_packed: Callable[[], None] | None = None
         """Called when every tensor has been copied: the trainer may change its weights."""
         self._own = source
@@ -71,7 +71,7 @@ class DigestingSource:
 
         Args:
             version: Label of the round.
-            instead: Source of this round, where that is not the user's.
+            instead: Source of this round; None: the user's.
         """
         self.version = version
         self._source = instead or self._own
@@ -83,7 +83,7 @@ class DigestingSource:
         """Read the source's metadata.
 
         Raises:
-            ManifestError: The source names something that no update can hold.
+            ManifestError: The source names a tensor that no update can hold.
             SourceError: The source failed.
             RoundAbortedError: The round has ended meanwhile.
         """
@@ -149,14 +149,14 @@ class DigestingSource:
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole tensors, digested."""
         for number, read in self._read_all():
-            # Detached: what an engine does to the object is not done to the trainer's.
+            # Detached: an engine's changes to the object do not reach the trainer's.
             tensor = read.detach()
             nonfinite = count_nonfinite(tensor) if self._screen else 0
             self._note(number, Digested(digest(tensor, self._algorithm), nonfinite))
             yield self.layout.names[number], tensor
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the same: the user's source has gathered what several ranks hold."""
+        """Yield the same as `iter_full`: the user's source has gathered the parts of all ranks."""
         return self.iter_full()
 
     def iter_into(
@@ -190,11 +190,11 @@ class DigestingSource:
         """Yield every tensor with its number, each compared with the metadata.
 
         Args:
-            method: The source's. Where it has no ``iter_unread``, which yields tensors that read
-                themselves into memory of the engine, they come by ``iter_full``.
+            method: The source's. A source without ``iter_unread``, which yields tensors that read
+                themselves into memory of the engine, is read by ``iter_full``.
         """
         number = -1
-        # Nothing is thrown into this generator: an error that is not ours is the source's.
+        # No caller throws into this generator: an error of another type is the source's.
         with _blaming_source("iter_full"):
             iterate = getattr(self._source, method, self._source.iter_full)
             self.reading = True
@@ -222,7 +222,7 @@ class DigestingSource:
         meta = self.metadata[number]
         shape, dtype = getattr(tensor, "shape", ()), getattr(tensor, "dtype", type(tensor).__name__)
         if name != meta.name or dtype != meta.dtype or shape != meta.shape:
-            # A source may yield anything, which must be shown all the same.
+            # A source may yield any object, and the error text must show it all the same.
             got = (name if isinstance(name, str) else type(name).__name__, dtype, tuple(shape))
             raise SourceError(
                 f"the source yields {got}, its metadata says {(meta.name, meta.dtype, meta.shape)} "
@@ -251,7 +251,7 @@ class DigestingSource:
     def _copy_digest(self, tensor: Any, memory: ByteArray | torch.Tensor) -> Digested:
         if not isinstance(memory, torch.Tensor):
             return copy_digest(memory, tensor, self._algorithm, screen=self._screen)
-        # The digest is the copy's: those bytes travel.
+        # Digest the copy: its bytes are sent.
         copied = memory.view(tensor.dtype).view(tensor.shape)
         copied.copy_(tensor.detach())
         nonfinite = count_nonfinite(copied) if self._screen else 0

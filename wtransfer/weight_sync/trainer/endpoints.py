@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEAVE_S = 1.0
-"""Longest time that endpoints are given to leave when their publisher closes, in seconds."""
+"""Longest time for endpoints to leave when their publisher closes, in seconds."""
 _GRACE_S = 1.0
 
 
@@ -32,7 +32,7 @@ class Incomplete:
     name: str
     """The endpoint."""
     some: bool
-    """Whether any rank has joined, be it of an instance that is not complete."""
+    """True if any rank has joined, be it of an instance that is not complete."""
     joined: int
     """Ranks of complete instances."""
     wanted: int
@@ -47,8 +47,8 @@ class Incomplete:
 class Endpoints:
     """Lets the workers behind endpoints join one publisher, and leave it.
 
-    An endpoint that names its worker leads to that one. Any other is a serving engine, with one or
-    more workers that apply an update when the engine is called.
+    An endpoint that names its worker leads to that one. Any other endpoint is a serving engine,
+    with one or more workers that apply an update when the engine is called.
 
     Args:
         token: Token for URLs that carry none.
@@ -88,12 +88,12 @@ class Endpoints:
         Args:
             address: The publisher's.
             token: The publisher's; sent to endpoints that have another.
-            may_drop: Whether those that fail are left out, in `missing`, as long as one joins.
+            may_drop: True: endpoints that fail are left out, in `missing`, as long as one joins.
 
         Raises:
             AddressError: An endpoint is on another host, and could not dial the address.
             HostsError: Several failed, or two name the same worker.
-            WTransferError: One cannot be reached, or refuses.
+            WTransferError: An endpoint cannot be reached, or refuses.
         """
         calls = {}
         for name, client in self._clients.items():
@@ -102,7 +102,8 @@ class Endpoints:
             if getattr(client, "token", None) != token:
                 publisher["token"] = token
             calls[name] = functools.partial(_join, client, publisher)
-        # Before they answer: one that answers too late has joined all the same, and must leave.
+        # Before any answer: an endpoint that answers too late has joined all the same, and must
+        # leave.
         self._asked |= set(calls)
         answers, failed = map_concurrently(calls, 2 * self._timeout_s + _GRACE_S)
         if not (may_drop and answers):
@@ -113,7 +114,7 @@ class Endpoints:
         named: dict[str, str] = {}
         for name, (worker, num_ranks) in answers.items():
             self.workers[name], self._num_ranks[name] = worker, num_ranks
-            # The proof of one of two workers of one name would count for the other.
+            # With one name for two workers, the proof of one would count for the other.
             if worker is not None and named.setdefault(worker, name) != name:
                 raise HostsError(
                     f"{named[worker]} and {name} both call their worker {worker!r}; start them "
@@ -137,12 +138,12 @@ class Endpoints:
     def incomplete(self, joined: Iterable[Hello], whole: Iterable[Hello]) -> list[Incomplete]:
         """Return the serving engines of which not every rank has joined.
 
-        All replicas behind one URL count: one that was left out would go on serving old weights
-        under the same name.
+        Every replica behind a URL counts: a replica left out would go on serving old weights under
+        the same name.
 
         Args:
             joined: Every worker that has joined.
-            whole: Those among them whose instance is complete.
+            whole: The joined workers whose instance is complete.
         """
         some = {hello.host for hello in joined}
         ranks: dict[str, list[Hello]] = {name: [] for name in sorted(self.engines)}
@@ -165,15 +166,15 @@ class Endpoints:
     ) -> dict[str, WTransferError]:
         """Let serving engines apply the update that their workers have verified, all at once.
 
-        Returns when they have. The outcome is reported by the workers: an engine's route answers
+        Returns when all engines have. The workers report the outcome: an engine's route answers
         for all its processes together.
 
         Args:
             version: Label of the update.
-            names: Endpoints; those that name a worker are left out. One that has answered too
+            names: Endpoints; those that name a worker are left out. An endpoint that answered too
                 late, and whose workers have joined, may be a serving engine.
             on_answer: Called with each endpoint that has answered, be it with an error; at once
-                for one that is left out. A call that was given up has no answer.
+                for an endpoint that is left out. A call that was given up has no answer.
 
         Returns:
             Endpoint -> its error, where the call has failed.
@@ -213,7 +214,7 @@ class Endpoints:
 
 
 def _join(client: Any, publisher: dict[str, str]) -> tuple[str | None, int | None]:
-    """Ask an endpoint to join; return its worker, or the ranks of a serving engine if it tells."""
+    """Ask an endpoint to join; return its worker, or a serving engine's ranks where it has them."""
     answer = client.init_weight_transfer_engine({"wtransfer": publisher})
     worker = answer.get("worker") if isinstance(answer, dict) else None
     if isinstance(worker, str):

@@ -1,4 +1,4 @@
-"""The trainer's engine, the thread it is called on, and what its workers are told to make."""
+"""The trainer's engine, the thread it is called on, and the engine its workers are told to make."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Origin:
     engine: str
     """Name in the group ``wtransfer.engines``."""
     distribution: str | None = None
-    """Distribution that it comes from; None where it was registered at run time."""
+    """The engine's distribution; None for an engine registered at run time."""
     engine_version: str | None = None
     """Version of that distribution."""
     needs_generation: bool = False
-    """Whether all workers must be initialised again when one joins or leaves."""
+    """True if all workers must be initialised again when one joins or leaves."""
     epoch: int = 0
     """Number of initialisations so far."""
 
@@ -53,10 +53,10 @@ class Origin:
 
         Args:
             engine: Name.
-            trainer: The trainer class, where it was given; the worker class may be elsewhere.
+            trainer: The trainer class, where one was given; the worker class may be elsewhere.
 
         Raises:
-            PluginError: No such engine, or it cannot be loaded.
+            PluginError: No such engine, or the engine cannot be loaded.
         """
         engines = registry("engines")
         if trainer is not None and engine not in engines.names():
@@ -90,7 +90,7 @@ class Origin:
 
 
 class RoundSteps(Protocol):
-    """What an engine and its calls ask of a round."""
+    """The face of a round for an engine and its calls."""
 
     version: str
     """Label."""
@@ -101,13 +101,13 @@ class RoundSteps(Protocol):
 
     @property
     def num_workers(self) -> int:
-        """Workers that take part; where it goes on without one that was lost, the others."""
+        """Workers that take part, without lost ones that the round goes on without."""
 
     def init_workers(self, init_info: dict[str, Any]) -> None:
         """Initialise the engine of every worker; returns when all are ready."""
 
     def check(self) -> None:
-        """Raise what has ended the round."""
+        """Raise the error that has ended the round."""
 
     def deliver(self, update_info: dict[str, Any]) -> None:
         """Let every worker receive; returns when all have."""
@@ -116,16 +116,16 @@ class RoundSteps(Protocol):
         """Let the round look again."""
 
 
-# The round that a thread sends for, so that a call which is late, as its round has failed, does not
-# reach the next one. A thread of the engine's own has it if it runs in a copy of the context of the
-# one that sends, as `Announcer` sees to; a plain `threading.Thread` begins with an empty one.
+# The round that a thread sends for, so that a late call of a failed round does not reach the next
+# round. A thread of the engine's own has it if it runs in a copy of the sending thread's context,
+# as `Announcer` sees to; a plain `threading.Thread` begins with an empty context.
 _ROUND: contextvars.ContextVar[RoundSteps] = contextvars.ContextVar("wtransfer_round")
 
 
 class RoundClient:
-    """What an engine gets as its client: its calls become steps of the present round.
+    """An engine's client: its calls become steps of the present round.
 
-    Any thread may call it. Calls raise as soon as the round has failed, so that an engine's loop
+    Callable from any thread. Calls raise as soon as the round has failed, so that an engine's loop
     ends with the round.
     """
 
@@ -138,7 +138,7 @@ class RoundClient:
 
     @property
     def num_workers(self) -> int:
-        """Workers of the round; where it goes on without one that was lost, the others."""
+        """Workers of the round, without lost ones that the round goes on without."""
         return self._current().num_workers
 
     @property
@@ -186,7 +186,7 @@ class EngineCall(Call):
         plugin: str,
         on_done: Callable[[], None] = lambda: None,
     ) -> None:
-        # In a context of its own: what one call sets there, the next one does not see.
+        # In a context of its own: the next call does not see the variables that this one sets.
         def call() -> object:
             return contextvars.copy_context().run(function)
 
@@ -196,7 +196,7 @@ class EngineCall(Call):
     def run(self) -> None:
         """Make the call, and notify of its end."""
         super().run()
-        # Not kept: the round that it notifies may keep this call.
+        # Dropped, to leave no reference cycle: the notified round may keep this call.
         on_done, self._on_done = self._on_done, lambda: None
         on_done()
 
@@ -209,15 +209,15 @@ class EngineCall(Call):
 class EngineRunner:
     """A trainer engine with the source and the client that were made for it.
 
-    The three belong together: when an engine has to be left behind in a hanging call, all of them
-    are, so that nothing it does later can reach a later round.
+    The three belong together: an engine left behind in a hanging call takes its source and client
+    with it, so that no late call of the engine can reach a later round.
 
     Args:
         name: Engine name.
         trainer_cls: The trainer's class; None: the twin of the worker class of that name.
         options: Fields of the engine's init info.
         source: The user's source.
-        screen: Whether to count NaN and infinity.
+        screen: True to count NaN and infinity.
     """
 
     def __init__(
@@ -254,12 +254,12 @@ class EngineRunner:
 
     @property
     def started(self) -> bool:
-        """Whether the engine exists and its workers' init info is known."""
+        """True if the engine exists and its workers' init info is known."""
         return self._engine is not None and self.worker_init_info is not None
 
     @property
     def can_resend(self) -> bool:
-        """Whether the engine can bring one worker up to date."""
+        """True if the engine can bring one worker up to date."""
         return self.started and hasattr(self._engine, "resend")
 
     def kept(self) -> Sequence[KeptVersion]:
@@ -299,8 +299,8 @@ class EngineRunner:
         return self._begin("trainer_init", start, round_.wake)
 
     def plan(self, round_: RoundSteps, instead: WeightSource | None) -> EngineCall:
-        """Read what the source has, or `instead` has; the result is what is planned."""
-        # Here and not on the other thread: that may begin after a stop.
+        """Read the metadata of the source, or of `instead`; the result is the layout to plan."""
+        # Here and not on the engine's thread, which may begin after a stop.
         self.source.begin(round_.version, instead)
         return self._begin("metadata", self.source.read, round_.wake)
 
@@ -323,7 +323,7 @@ class EngineRunner:
         return self._begin("resend", lambda: engine.resend(client), round_.wake)
 
     def finished(self, *, committed: bool) -> None:
-        """Tell the engine what became of what it sent."""
+        """Tell the engine if the weights that it sent were committed."""
         tell = getattr(self._engine, "round_finished", None)
         if tell is None:
             return
@@ -346,7 +346,7 @@ class EngineRunner:
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Shut the engine down; one that hangs even there is left behind."""
+        """Shut the engine down; an engine that hangs in its shutdown is left behind."""
         with self._lock:
             # In one step: an engine that is made afterwards is shut down by its own thread.
             self.abandoned = True

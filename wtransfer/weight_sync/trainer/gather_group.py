@@ -1,21 +1,21 @@
-"""What the ranks of a trainer tell each other between gathers, by way of the trainer's own store.
+"""The protocol of a trainer's ranks between gathers, by way of the trainer's own store.
 
 Each rank owns one key and overwrites it with its state; the publishing rank polls the keys of the
-others, they poll its key. States are levels, not events: a poll that comes late misses nothing
-that still matters, and no key has to be deleted. One round, with P the publishing rank and R any
-other one that holds a part of its weights:
+others, which poll its key. States are levels, not events: a late poll misses nothing that still
+matters, and no key has to be deleted. One round, with P the publishing rank and R any other rank
+that holds a part of its weights:
 
 1. P writes attempt, version and the digest of its tensors' layout. R, called for that version,
    joins the attempt and compares layouts (its own against P's, which stands under another key).
 2. P begins a pass over the source. For every bucket R writes `ready` once it has its shards in hand
    and has checked them; P writes `go` once all ranks are ready, and only then enters the gather. An
-   attempt that ends (P), or a rank that fails (R), is seen in place of that: so no rank is in a
-   collective that another one has not agreed to enter, and the trainer's groups stay in step.
+   attempt that ends (P), or a rank that fails (R), is seen in place of `go` or `ready`: so no rank
+   is in a collective that another has not agreed to enter, and the trainer's groups stay in step.
 3. P writes `packed`: R may change its weights. P appends the end of the attempt, for better or
    worse, to the list of the last ones, where a rank that comes late finds it.
 
 The store has no authentication: a process that can write there can take the trainer's collectives
-apart as well. What it holds is decoded as plain data and never as code.
+apart as well. The store's values are decoded as plain data and never as code.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ BEAT_S = 0.25
 """Seconds between two signs of life."""
 STALLED_S = 1.0
 """Seconds after which this process, or the store, counts as having stood still: ranks may have
-been heard of late then, and begin to be silent anew."""
+been heard of late then, so their silence is counted anew."""
 MIN_PAUSE_S = 0.0005
 """Pause before the next poll after something has changed."""
 MAX_PAUSE_S = 0.02
@@ -72,22 +72,22 @@ class Ended(msgspec.Struct, frozen=True):
     error: ErrorInfo | None = None
     """Why it failed."""
     fingerprint: str = ""
-    """Identity of what was published."""
+    """Identity of the published weights."""
 
 
 class GatherRound(msgspec.Struct, frozen=True):
     """State of the publishing rank."""
 
     epoch: str
-    """Tells one publisher from the next one under the same name."""
+    """Tells one publisher from the next under the same name."""
     rank: int
     """Rank in torch's default group."""
     attempt: int = 0
-    """Number of the round that is under way, or was the last; it only grows."""
+    """Number of the round under way, or of the last one; only grows."""
     version: str = ""
     """Label of that round."""
     phase: Literal["open", "packed", "over"] = "over"
-    """Whether ranks still gather, may change their weights, or have no round to take part in."""
+    """Open: ranks still gather; packed: ranks may change their weights; over: no round to join."""
     layout: str = ""
     """Digest of the layout."""
     number: int = 0
@@ -113,19 +113,19 @@ class RankState(msgspec.Struct, frozen=True):
     """State of any other rank."""
 
     epoch: str
-    """The publisher that it follows."""
+    """Epoch of the publisher that this rank follows."""
     attempt: int
-    """Attempt that it has joined, or has been told the end of."""
+    """Attempt that this rank has joined, or has been told the end of."""
     version: str
     """Label that its program has asked for."""
     number: int = 0
     """Pass."""
     ready: int = 0
-    """Buckets of that pass that it has gathered or has in hand."""
+    """Buckets of that pass that this rank has gathered or has in hand."""
     left: bool = False
-    """Whether it takes part no longer."""
+    """True if this rank takes part no longer."""
     error: ErrorInfo | None = None
-    """Why it left."""
+    """Why this rank left, or why its gather failed."""
 
 
 _RANK_DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(tuple[int, RankState])
@@ -138,15 +138,15 @@ _DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
 class GatherGroup:
     """Writes the state of this rank to the trainer's store and reads that of others.
 
-    All calls to the store are made on one thread, over a connection of its own: a store whose host
-    is stopped never answers, whatever time-out it was given, and a call that waits holds up those
-    of the trainer on the same connection. The calls only poll; every wait is one of `until`, which
-    ends in time whatever becomes of the thread. The thread polls from `start` to `pause`.
+    One thread makes all calls to the store, over a connection of its own: a store whose host is
+    stopped never answers, whatever time-out it was given, and a waiting call blocks the trainer's
+    calls on the same connection. The calls only poll; every wait is one of `until`, which ends in
+    time even if the thread hangs. The thread polls from `start` to `pause`.
 
     Args:
         name: Tells several publishers of one trainer apart.
         store: A torch store that all ranks share. Default: the one of torch's default group.
-        publishing: Whether this rank publishes.
+        publishing: True if this rank publishes.
         deadline_s: Longest time for which the store may not answer, in seconds.
     """
 
@@ -161,12 +161,12 @@ class GatherGroup:
         self._store: Any = None
         self._thread = SerialThread("wtransfer-ranks")
         self.check: Callable[[], None] = lambda: None
-        """Called in every wait, which ends by what it raises."""
+        """Called in every wait, which raises the error of this call."""
         self._changed = Changed()
         self._has_news = False
-        """Whether the thread has something to write, or to hear of."""
+        """True if the thread has a state to write, or a pause or close to notice."""
         self.polling = False
-        """Whether the thread polls."""
+        """True while the thread polls."""
         self._paused = False
         self._closed = False
         self._error: WTransferError | None = None
@@ -182,7 +182,7 @@ class GatherGroup:
     # -- for the rank
 
     def start(self, others: Collection[str] = ()) -> None:
-        """Begin to poll the keys of `others`; what was read of them before is forgotten.
+        """Begin to poll the keys of `others`; states read before are forgotten.
 
         Raises:
             NotInitializedError: There is no default group, and no store was given.
@@ -212,11 +212,11 @@ class GatherGroup:
         self._changed.notify_all()
 
     def flush(self, deadline: Deadline) -> None:
-        """Wait until the store has what was posted.
+        """Wait until the store has all posted states.
 
         Raises:
-            StallError: It has not taken it in time.
-            PeerLostError: It is gone.
+            StallError: The store has not taken them in time.
+            PeerLostError: The store is gone.
         """
         self.until(self._is_written, deadline, "writing to the trainer's store")
 
@@ -225,11 +225,11 @@ class GatherGroup:
         return self._states.get(key)
 
     def is_alive(self, key: str) -> bool:
-        """Return whether another rank has written since `start`, and not only before."""
+        """Return True if another rank has written since `start`, and not only before."""
         return key in self._alive
 
     def lost(self, key: str, what: str) -> PeerLostError | None:
-        """Return an error if a rank was heard of and gives no more signs of life."""
+        """Return an error if a rank was heard of and its signs of life have stopped."""
         now = time.monotonic()
         silent_s = now - self._heard_at.get(key, now)
         if silent_s < SILENT_S or now - self._polled_at > STALLED_S:
@@ -245,9 +245,9 @@ class GatherGroup:
         """Wait until `done` returns something true, and return that.
 
         Args:
-            done: Asked under a lock whenever something may have changed; may raise.
+            done: Called under a lock whenever something may have changed; may raise.
             deadline: When to give up.
-            what: What is waited for, for the error.
+            what: Name of the wait, for the error.
 
         Raises:
             StallError: The deadline has passed.
@@ -278,7 +278,7 @@ class GatherGroup:
                 )
             return None
 
-        # A missing sign of life raises no event: the wait looks again by itself.
+        # A missing sign of life raises no event: the wait polls.
         return self._changed.wait_for(look)
 
     def wake(self) -> None:
@@ -286,7 +286,7 @@ class GatherGroup:
         self._changed.notify_all()
 
     def pause(self) -> None:
-        """Stop polling once the store has what was posted."""
+        """Stop polling once the store has all posted states."""
         with self._changed:
             self._paused = self._has_news = True
         self._changed.notify_all()
@@ -324,10 +324,10 @@ class GatherGroup:
                 with self._changed:
                     changed = self._take(mine, raw)
                     if self._paused and self._is_written():
-                        # At once: `start` must find out that this thread polls no longer.
+                        # Under the same lock: `start` must see that this thread polls no longer.
                         self.polling = False
                         return
-                # Something that changes is mostly followed by something else.
+                # A change is mostly followed by another one.
                 pause_s = MIN_PAUSE_S if changed or stale else min(2 * pause_s, MAX_PAUSE_S)
                 self._changed.wait_for(lambda: self._has_news, pause_s)
         except msgspec.MsgspecError as raised:
@@ -347,14 +347,14 @@ class GatherGroup:
             self._changed.notify_all()
 
     def _connect(self) -> None:
-        # A clone would try for minutes to reach a host that has ended.
+        # First, since a clone would try for minutes to reach a host that has ended.
         self._shared.check([self._prefix])
         self._store = dist.PrefixStore(self._prefix, self._shared.clone())
-        # Another store has nothing of what an earlier one was told.
+        # A new store has none of the states written to an earlier one.
         self._written = {}
 
     def _take(self, mine: dict[str, msgspec.Struct], raw: dict[str, bytes]) -> bool:
-        """Note what was written and read; return whether anything is new. Under the lock."""
+        """Note the states written and read; return True if any is new. Under the lock."""
         now = time.monotonic()
         if now - self._polled_at > STALLED_S:
             self._heard_at = dict.fromkeys(self._heard_at, now)
@@ -392,5 +392,5 @@ def _default_store() -> Any:
         )
     from torch.distributed import distributed_c10d
 
-    # Torch offers no public way to the store that it was given.
+    # Torch has no public way to the store of its default group.
     return distributed_c10d._get_default_store()  # noqa: SLF001

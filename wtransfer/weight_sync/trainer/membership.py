@@ -1,4 +1,4 @@
-"""The workers that have joined a publisher: their connections, and what they hold."""
+"""The workers that have joined a publisher: their connections, and the versions they hold."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Membership:
     Messages come in on the channel's thread, which feeds them to the rounds and notifies `changed`.
 
     Args:
-        on_join: Called, without the lock, when a worker has said hello.
+        on_join: Called, without the lock, after a worker's `Hello`.
     """
 
     def __init__(self, on_join: Callable[[Worker], None]) -> None:
         self.lock = self.changed = Changed()
-        """The one lock of a publisher: held for whatever is said here of workers and rounds."""
+        """The one lock of a publisher: held for every change of workers and rounds."""
         self.num_dropped = 0
         self._on_join = on_join
         self._workers: dict[Connection, Worker] = {}
@@ -70,7 +70,7 @@ class Membership:
             return place, max(taken | {place}) + 1
 
     def open(self, state: RoundState) -> None:
-        """Feed a round with what its workers answer from now on."""
+        """Feed a round with its workers' answers from now on."""
         with self.lock:
             self._rounds[state.round_id] = state
             for rank in list(state.ranks()):
@@ -79,10 +79,10 @@ class Membership:
                     state.lose(rank.worker, rank.worker.lost)
 
     def close(self, state: RoundState) -> None:
-        """Forget a round as soon as nothing is left to settle in it.
+        """Forget a round as soon as all its instances are settled.
 
         A worker whose commit was pending at the end of a round may still apply it, and then has to
-        be told to finish or to roll back. What comes in after that is dropped and counted.
+        be told to finish or to roll back. Messages after that are dropped and counted.
         """
         with self.lock:
             self._closing.add(state.round_id)
@@ -91,7 +91,7 @@ class Membership:
     # -- called on the channel's thread
 
     def on_message(self, connection: Connection, message: msgspec.Struct) -> None:
-        """Take in what a worker says."""
+        """Take in a worker's message."""
         if isinstance(message, Hello):
             worker = self._join(connection, message)
             self._on_join(worker)
@@ -106,7 +106,7 @@ class Membership:
                 logger.warning("%s has lost its weights: %s", joined.name, message.reason)
                 joined.version, joined.fingerprint = None, message.fingerprint
                 joined.state = message.state
-                # Whatever had failed before: it asks for weights anew.
+                # The worker asks for weights anew: earlier failed attempts do not count.
                 joined.num_failed = 0
             else:
                 self._take_round_answer(joined, message)
@@ -162,7 +162,7 @@ class Membership:
         elif state.answer(worker, message):
             rank.moved_at = time.monotonic()
         if isinstance(message, Ack):
-            # It says what the worker holds, whenever it comes.
+            # An ack reports the worker's weights, even after its round.
             worker.version, worker.fingerprint = message.version, message.fingerprint
             worker.state = message.state
             worker.set_aside = False
@@ -190,6 +190,6 @@ def _lost(worker: Worker, error: Exception | None) -> WTransferError:
         error = PeerLostError(f"worker {worker.name} was lost{reason}")
     error.add_facts(worker=worker.name)
     if worker.hello.host is not None:
-        # As the user has written it: a process id says little to a user who gave a URL.
+        # The host as the user wrote it: a process id says little to users of URLs.
         error.message = f"{worker.hello.host}: {error.message}"
     return error

@@ -1,4 +1,4 @@
-"""What a trainer holds: workers join it, and it publishes the trainer's weights to them."""
+"""The trainer's end: workers join a publisher, which publishes the trainer's weights to them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ UNTOLD_HINT = (
     "from its `token`, or set WTRANSFER_TOKEN to one secret on both sides"
 )
 CLOSE_GRACE_S = 5.0
-"""Seconds that a publisher which closes waits for what it has aborted to end."""
+"""Seconds that a publisher which closes waits for the end of the round that it aborted."""
 JOINER_PATIENCE_S = 1.0
 """Seconds that a new round waits for a worker that is just being brought up to date to commit."""
 CATCH_UP_ATTEMPTS = 3
@@ -78,7 +78,7 @@ class Attempt:
     """A round that a caller wants, on its way to begin on a thread of its own.
 
     Args:
-        method: What the caller has called, for errors.
+        method: Name of the method that was called, for errors.
     """
 
     def __init__(self, method: str) -> None:
@@ -88,7 +88,7 @@ class Attempt:
 
     @property
     def is_over(self) -> bool:
-        """Whether no round of it is under way."""
+        """True if no round of this attempt is under way."""
         return self.round is None or self.round.done
 
     def begun(self, round_: Round) -> Round:
@@ -100,7 +100,7 @@ class Attempt:
         return round_
 
     def cancel(self, error: BaseException) -> None:
-        """Let no round begin, and abort the one that has."""
+        """Let no round begin, and abort one that has begun."""
         self.cancelled = f"interrupted by {type(error).__name__}"
         if self.round is not None:
             self.round.abort(self.cancelled)
@@ -110,9 +110,9 @@ class Publisher:
     """Publishes weights to every worker that has joined, all or nothing.
 
     Args:
-        model_or_source: A torch module, a mapping of names to tensors, or a `WeightSource`. It is
-            read anew in every round. Where it is spread over several ranks of the trainer, one
-            publishes and each other one has a `TrainerRank`.
+        model_or_source: A torch module, a mapping of names to tensors, or a `WeightSource`, read
+            anew in every round. If the weights are sharded over several ranks of the trainer, one
+            rank publishes and each other rank has a `TrainerRank`.
         engine: Engine name in the group ``wtransfer.engines``.
         trainer: The engine's trainer class. Default: the ``trainer_cls`` of the worker class.
         options: Fields of the engine's trainer init info.
@@ -122,25 +122,25 @@ class Publisher:
         token: Shared secret. Default: ``WTRANSFER_TOKEN`` or the file that
             ``WTRANSFER_TOKEN_FILE`` names, else a new one, to be read from `token`.
         hosts: Worker hosts to ask, all at once, to join: URLs of ``wtransfer worker`` (see
-            `HttpClient`), or clients. They have joined when the constructor returns; `close` tells
-            them to leave.
+            `HttpClient`), or clients. The hosts have joined when the constructor returns; `close`
+            tells them to leave.
         host_token: Secret of the hosts whose URL carries none. Default: `token`, as given or found
             in the environment. Hosts that have another secret are sent the publisher's.
         min_workers: Fewest workers of a round; the ranks of one instance count as one.
         on_lost_worker: ``"abort"``: the loss of a worker before the commit ends the round, and all
-            stay on the old version. ``"drop"``: the rest commit, and the report names the lost, and
-            each of `hosts` that has not joined when it was asked, as long as one has.
+            stay on the old version. ``"drop"``: the rest commit, and the report names the lost
+            workers, and each of `hosts` that did not join when asked, as long as one did.
             Engines that form a group of all workers end the round all the same until every byte has
-            arrived; the next round goes on without the lost.
-        nonfinite: What NaN or infinity in the weights does: ``"allow"`` does not look for it,
-            ``"warn"`` logs it and counts it in the report, ``"reject"`` ends the round. Looking
+            arrived; the next round goes on without the lost workers.
+        nonfinite: Effect of NaN or infinity in the weights: ``"allow"`` does not look for them,
+            ``"warn"`` logs them and counts them in the report, ``"reject"`` ends the round. Looking
             costs about a third of the trainer's pass.
         deadline_s: Longest time without progress, in seconds, before a peer or step counts as
             stalled.
 
     Raises:
-        PluginError: No such engine, or it cannot be loaded.
-        AddressInUseError: Somebody listens there already.
+        PluginError: No such engine, or the engine cannot be loaded.
+        AddressInUseError: The address is in use.
         WTransferError: A host cannot be reached, or refuses; `HostsError` where several do. With
             ``on_lost_worker="drop"``: every host.
     """
@@ -165,7 +165,7 @@ class Publisher:
         known_token = resolve_token(token, os.environ)
         self.token = known_token or new_token()
         self._token_hint = "" if known_token else UNTOLD_HINT
-        # A token that was made up here is no host's: it must not be tried on them.
+        # A token that was made up here is no host's, and must not be tried on hosts.
         self._endpoints = Endpoints(host_token or known_token, deadline_s)
         self._endpoints.add(hosts)
         self._pid = os.getpid()
@@ -205,7 +205,7 @@ class Publisher:
         return Listener(
             CODEC,
             address=address,
-            # Such an address is asked for by the user; the default is reached by this user only.
+            # A remote address is the user's choice; only this user reaches the default address.
             allow_remote=True,
             token=self.token,
             on_open=lambda _connection: None,
@@ -217,7 +217,7 @@ class Publisher:
 
     @property
     def address(self) -> str:
-        """Where workers find this publisher: their ``join=``."""
+        """Address of this publisher: the ``join=`` of its workers."""
         return self._listener.address
 
     @property
@@ -241,7 +241,7 @@ class Publisher:
         return self._refusal
 
     def workers(self) -> list[WorkerInfo]:
-        """Return every worker that has joined, and what it holds."""
+        """Return every worker that has joined, and the version it holds."""
         check_process(self._pid, "Publisher")
         return [worker.info for worker in self._membership.workers()]
 
@@ -249,7 +249,7 @@ class Publisher:
         """Wait until `n` workers have joined; the ranks of one instance count as one.
 
         Raises:
-            NoWorkersError: They have not within `timeout_s` seconds.
+            NoWorkersError: Fewer have joined within `timeout_s` seconds.
             ValueError: `timeout_s` is not a number, or less than 0.
         """
         timeout_s = checked_timeout(timeout_s)
@@ -259,15 +259,15 @@ class Publisher:
 
     @property
     def hosts(self) -> dict[str, str | None]:
-        """Worker by host that has joined when asked; None where the host does not name it."""
+        """Worker by host that joined when asked; None where the host does not name its worker."""
         missing = self._endpoints.missing
         return {n: w for n, w in dict(self._endpoints.workers).items() if n not in missing}
 
     def invite(self, *hosts: str | WeightSyncClient) -> None:
         """Ask worker hosts to join: these, and again all that were asked before.
 
-        Those that have joined do not mind. A host that was restarted has forgotten its publisher
-        and is found again by this. One that fails stays on the list, to be asked the next time.
+        Idempotent for hosts that have joined. A host that was restarted has forgotten its publisher
+        and joins again. A host that fails stays on the list, to be asked the next time.
 
         Args:
             *hosts: As in the constructor.
@@ -276,7 +276,8 @@ class Publisher:
             ValueError: A host is on the list already, or its URL cannot be read.
             NoWorkersError: A host says that it has joined, and its worker does not come.
             WTransferError: A host cannot be reached, or refuses; `HostsError` where several do.
-                With ``on_lost_worker="drop"`` it is logged and reported, as long as one has joined.
+                With ``on_lost_worker="drop"`` the error is logged and reported, as long as one host
+                has joined.
         """
         self._check_usable()
 
@@ -300,22 +301,23 @@ class Publisher:
         """Send the weights as they are now to every joined worker.
 
         Args:
-            version: Label, for people; what was sent is identified by its fingerprint.
-            wait: Whether to wait for the end.
-            dry_run: Whether to end when every worker has received and verified everything,
-                without a commit: all stay on what they have.
+            version: Label, for people; the fingerprint identifies the weights that were sent.
+            wait: True to wait for the end.
+            dry_run: True to end when every worker has received and verified everything,
+                without a commit: all workers keep the weights they have.
 
         Returns:
             The `Report`, of an update that at least one worker holds: `Report.raise_unless_ok`
             raises where another does not. With ``wait=False`` the `Round`, whose ``packed()``
-            returns when the trainer may train on and whose ``result()`` returns the report.
+            returns when the trainer may change its weights and whose ``result()`` returns the
+            report.
 
         Raises:
             NoWorkersError: Fewer than ``min_workers`` have joined.
             RoundBusyError: A round of this publisher is under way.
             WTransferError: The round was aborted; every worker is on its old version.
-            CommitError: No worker holds the version after the commit; its `report` says of each
-                worker why. Or the publisher itself failed then, and there is no report.
+            CommitError: No worker holds the version after the commit; the error's `report` says
+                why, worker by worker. Or the publisher itself failed then, and there is no report.
         """
         self._check_usable()
         _check_version(version)
@@ -327,8 +329,8 @@ class Publisher:
         The round runs on threads of its own. The weights must not change before this returns;
         where that is too long, use ``publish(wait=False)`` and `Round.packed` on a thread.
 
-        A task that is cancelled meanwhile aborts the round and waits for its end, for at most a
-        second; a round whose commit was sent goes through. The next round may begin then.
+        A task that is cancelled meanwhile aborts the round and waits at most a second for its end;
+        a round whose commit was sent goes through. The next round may begin then.
 
         Args:
             version: As in `publish`.
@@ -340,7 +342,7 @@ class Publisher:
         self._check_usable()
         _check_version(version)
         attempt = Attempt("publish_async")
-        # With the caller's context: a round is a part of the trace that it was begun in.
+        # With the caller's context: a round is a part of the trace in which it was begun.
         run = contextvars.copy_context().run
         call = Call(functools.partial(run, self._beginning(attempt, version, dry_run)))
         try:
@@ -377,10 +379,10 @@ class Publisher:
     def rollback(self, version: str, *, wait: bool = True, dry_run: bool = False) -> Report | Round:
         """Bring every joined worker back to a version that the engine keeps, in a round like any.
 
-        What is sent must have the digests that were proven when the version was committed.
+        The weights sent must have the digests that were proven when the version was committed.
 
         Args:
-            version: Its label; where it was used more than once, the last one is meant.
+            version: Its label; the last version with that label, if there are several.
             wait: As in `publish`.
             dry_run: As in `publish`.
 
@@ -392,7 +394,7 @@ class Publisher:
         return self._run("rollback", version, wait=wait, dry_run=dry_run)
 
     def close(self) -> None:
-        """End what is under way and let the workers go; they keep what they have."""
+        """Abort the round under way and let the workers go; they keep the weights they have."""
         if self._is_shut or os.getpid() != self._pid:
             return
         caller = threading.current_thread()
@@ -408,13 +410,13 @@ class Publisher:
             self._changed.notify_all()
             if active is not None:
                 active.abort("the publisher was closed")
-                # Before its workers are let go, which the round would take for their loss.
+                # Before the workers are let go: the round would count them as lost.
                 active.end_if_called_off()
             if self._catch_up.is_alive() and self._catch_up is not caller:
                 self._catch_up.join(CLOSE_GRACE_S)
             self._endpoints.deregister(self.address)
             self._listener.close()
-            # An observer that closes it, on the round's thread, would be waited for by itself.
+            # An observer that closes the publisher, on the round's thread, would wait for itself.
             if active is not None and not active.runs_on(caller):
                 try:
                     active.result(CLOSE_GRACE_S)
@@ -449,7 +451,7 @@ class Publisher:
         )
 
     def _apply_what_is_left(self) -> None:
-        """Have serving engines apply what they still hold, verified: they take no plan before."""
+        """Have serving engines apply their pending updates: they accept no plan before."""
         with self._lock:
             current = self._current
             if current is None or self._active is not None:
@@ -457,7 +459,7 @@ class Publisher:
             pending = {w.hello.host for w in self._membership.workers() if w.state == "pending"}
         failed = self._endpoints.apply(current.version, filter(None, pending))
         for error in failed.values():
-            # The round will say what it means for that host.
+            # The round will report the consequence for that host.
             logger.warning("an engine could not apply what it was ordered to: %s", error)
 
     # -- rounds
@@ -471,14 +473,14 @@ class Publisher:
                 return round_
             self._changed.wait_for(lambda: round_.done)
         except BaseException as error:
-            # An interrupt may come when the round is under way and no caller has hold of it yet.
+            # An interrupt may come when the round is under way and no caller has the object yet.
             attempt.cancel(error)
             self._changed.wait_for(lambda: attempt.is_over, INTERRUPT_GRACE_S)
             raise
         return round_.result()
 
     def _beginning(self, attempt: Attempt, version: str, dry_run: bool) -> Callable[[], Round]:
-        """Return what begins a round; to be called on another thread than the caller's."""
+        """Return the function that begins a round; to be called on another thread."""
 
         def begin() -> Round:
             _settle_device()
@@ -489,7 +491,7 @@ class Publisher:
                 return attempt.begun(self._begin(attempt, version, source, dry_run=dry_run))
             except BaseException as error:
                 if attempt.method != "rollback":
-                    # Ranks that hold parts of the weights may be waiting for it.
+                    # Ranks that hold parts of the weights may be waiting for the round.
                     self._source.refuse(version, error)
                 raise
 
@@ -530,11 +532,11 @@ class Publisher:
     def _turn(
         self, attempt: Attempt, deadline: Deadline, patience: Deadline
     ) -> dict[str, list[Worker]] | None:
-        """Return who takes part in a round that may begin; None: not yet. Called under the lock."""
+        """Return the instances of a round that may begin; None: not yet. Called under the lock."""
         if attempt.cancelled is not None:
             raise RoundAbortedError(f"{attempt.method} was cancelled before its round began")
-        # Ranks dial again by themselves. An engine that is gone entirely serves nothing; it is left
-        # out as any worker.
+        # Lost ranks reconnect by themselves. An engine that is gone entirely serves nothing; it is
+        # left out as any lost worker.
         torn = [each for each in self._incomplete_hosts() if each.some]
         if torn and self._rules.on_lost_worker != "drop":
             if not deadline.expired:
@@ -555,7 +557,7 @@ class Publisher:
                 )
             late = active.committing and patience.expired
             if not (late and self._enough_without(active.members)):
-                # A joiner that is being served can wait.
+                # A joiner that is being brought up to date can wait.
                 active.abort("a new round begins")
                 deadline.check("a joiner's catch-up", round_id=active.round_id)
                 return None
@@ -573,7 +575,7 @@ class Publisher:
         )
 
     def _taking_part(self) -> dict[str, list[Worker]]:
-        """Return the instances of a new round: without those set aside, if enough remain."""
+        """Return the instances of a new round: without workers set aside, if enough remain."""
         joined = self._membership.instances()
         ready = {n: ranks for n, ranks in joined.items() if not any(w.set_aside for w in ranks)}
         return ready if len(ready) >= self._rules.min_workers else joined
@@ -585,8 +587,8 @@ class Publisher:
     def _set_aside(self, catching_up: Round) -> None:
         """Go on without joiners that hold a verified set and have yet to apply it.
 
-        They need the trainer no more for that, and whenever they do it, they say so. The others
-        shall not wait for a joiner that is slow to start.
+        Such a joiner no longer needs the trainer, and sends an ack whenever it applies the set.
+        Other workers must not wait for a joiner that is slow to start.
         """
         proven = catching_up.proven
         for worker in catching_up.members:
@@ -624,7 +626,8 @@ class Publisher:
                 self._source.begin(version)
             round_.start()
         except BaseException as error:
-            # Still under the lock, which its thread needs first: so it has not begun, and will not.
+            # Still under the lock, which the round's thread needs first: the round has not begun,
+            # and will not.
             self._give_up(round_)
             if proven is None and instead is None:
                 self._source.end(error)
@@ -666,8 +669,8 @@ class Publisher:
             self._changed.notify_all()
 
     def _drop_runner(self) -> None:
-        """Let go of the engine, and of a group that it has; the next round makes another."""
-        # First of all: whatever becomes of the old one, no round shall meet it again.
+        """Let go of the engine, and of its group, if any; the next round makes another."""
+        # Replace the runner first: its shutdown may fail, and no round may use it again.
         runner, self._runner = self._runner, EngineRunner(*self._runner_args)
         if not runner.abandoned:
             runner.shutdown()
@@ -681,7 +684,7 @@ class Publisher:
         try:
             self._membership.on_message(connection, message)
         except ProtocolError as error:
-            # A caller that waits for a worker at a place that is taken would never hear of it.
+            # Noted for a caller that waits for this worker: a rank that is taken never joins.
             self._on_refused(error)
             raise
 
@@ -718,19 +721,20 @@ class Publisher:
             self._changed.wait_for(lambda: self._closed, delay_s)
 
     def _was_brought(self, name: str, round_: Round) -> bool:
-        """Wait for a catch-up; return whether it did what it could."""
+        """Wait for a catch-up; return True if it committed or was called off."""
         try:
             report = round_.result()
         except WTransferError as error:
             if not round_.called_off:
-                # The text: a handler that keeps records would keep the round, by the traceback.
+                # Only the text: a log handler that keeps records would keep the round alive, by
+                # the traceback.
                 logger.warning("catch-up of %s failed: %s", name, str(error))
             return round_.called_off
         own = [each for each in report.workers if each.instance == name]
         return all(each.outcome == "committed" for each in own)
 
     def _next_behind(self) -> tuple[str, list[Worker], ProvenUpdate] | None:
-        """Return an instance that lacks the current version and can be served it now."""
+        """Return an instance that lacks the current version and can be brought up to date now."""
         current = self._current
         if self._active is not None or current is None:
             return None
@@ -758,7 +762,7 @@ def _check_version(version: object) -> None:
 
 
 def _settle_device() -> None:
-    """Let the caller's device work finish: the weights are read on another thread's stream."""
+    """Wait for the caller's device work: the weights are read on another thread's stream."""
     import torch
 
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

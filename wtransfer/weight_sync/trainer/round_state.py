@@ -39,29 +39,29 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class RankAnswers:
-    """What one worker has answered in one round."""
+    """Answers of one worker in one round."""
 
     worker: Worker
     accept: Accept | None = None
     num_received: int = 0
     nbytes: int = 0
-    """Bytes that it has staged so far."""
+    """Bytes that the worker has staged so far."""
     vote: Vote | None = None
-    """Its vote for what was sent."""
+    """The worker's vote for the set that was sent."""
     differs: bool = False
-    """Whether it has voted for another set instead: the round ends when it has said more."""
+    """True if the worker has voted for another set: its answer to `Compare` ends the round."""
     ack: Ack | None = None
     error: WTransferError | None = None
     lost: bool = False
     rolled_back: bool = False
-    """Whether a `Rollback` was sent to it."""
+    """True if a `Rollback` was sent to the worker."""
     moved_at: float = 0.0
-    """When it last brought the round on; kept by the threads that feed the machine."""
+    """Time of its last progress in the round; kept by the threads that feed the machine."""
 
     @property
     def outcome(self) -> str:
         """Outcome of the commit, as in `WorkerReport`."""
-        # An ack of the commit from before the rollback arrived there: another one follows.
+        # An ack of the commit, sent before the rollback arrived at the worker: another follows.
         outdated = self.rolled_back and self.ack is not None and self.ack.outcome == "committed"
         if self.ack is None or outdated:
             return "lost" if self.lost else "pending"
@@ -74,9 +74,9 @@ class Instance:
 
     ranks: list[RankAnswers]
     dropped: bool = False
-    """Whether it was left out before the commit."""
+    """True if the instance was left out before the commit."""
     settled: bool = False
-    """Whether its ranks agree, after the commit, on what they hold."""
+    """True if its ranks agree, after the commit, on the version that they hold."""
     rolling_back: bool = False
 
 
@@ -110,14 +110,14 @@ class RoundState:
     answered the commit or is lost,
 
     * all have committed -> `Finish` to all, settled;
-    * none has -> settled;
-    * some have -> `Rollback` to those; each answers with another ack, and the last one settles.
+    * no rank has committed -> settled;
+    * a part has -> `Rollback` to these; each answers with another ack, and the last one settles.
 
     Why this is safe. A worker changes its model only after `Commit`, which no rank gets before
-    every one has proven that it holds the same bytes; and there is one way only out of
-    *committing*, so no rank is told to abort what another was told to commit. A rank drops its
-    previous version only on `Finish`, which no rank gets before all of its instance have
-    committed; and once one rank was told to roll back, none is told to finish.
+    every rank has proven that it holds the same bytes; and there is one way only out of
+    *committing*, so no rank is told to abort an update that another was told to commit. A rank
+    drops its previous version only on `Finish`, which no rank gets before all ranks of its instance
+    have committed; and once one rank was told to roll back, no rank is told to finish.
 
     Not thread-safe: the callers hold the publisher's lock.
 
@@ -125,9 +125,9 @@ class RoundState:
         round_id: Identity of the round.
         version: Its label.
         instances: The workers of each instance, by rank.
-        send: Sends one message to several workers; that one of them is lost is told by `lose`.
+        send: Sends one message to several workers; `lose` reports a lost worker.
         min_instances: Fewest instances that may remain when others are dropped.
-        may_drop: Whether the loss of a worker leaves its instance out; else it ends the round.
+        may_drop: True: the loss of a worker leaves its instance out; False: it ends the round.
     """
 
     def __init__(
@@ -145,14 +145,14 @@ class RoundState:
         self.instances = [Instance([RankAnswers(worker) for worker in each]) for each in instances]
         self.may_drop = may_drop
         self.committing = False
-        """Whether commits were sent: from here the round only goes forward."""
+        """True once commits were sent: from here the round only goes forward."""
         self.ended: WTransferError | None = None
         """Why the round was ended before its commit."""
         self._send = send
         self._min_instances = min_instances
         self._num_sent = 0
         self._sent: tuple[str, list[str]] | None = None
-        """Fingerprint and digests of what was sent, once workers have been told."""
+        """Fingerprint and digests of the sent set, once workers have the `Prepare`."""
         self._places: dict[Worker, tuple[Instance, RankAnswers]] = {
             rank.worker: (instance, rank) for instance in self.instances for rank in instance.ranks
         }
@@ -168,23 +168,23 @@ class RoundState:
         return (rank for instance in self.live() for rank in instance.ranks)
 
     def participant(self, worker: Worker) -> RankAnswers | None:
-        """Return what a worker has answered; None if the round began without it."""
+        """Return a worker's answers; None if the round began without this worker."""
         place = self._places.get(worker)
         return None if place is None else place[1]
 
     @property
     def settled(self) -> bool:
-        """Whether a round that is over has no message left to be sent."""
+        """True if a round that is over has no message left to be sent."""
         return not self.committing or all(instance.settled for instance in self.live())
 
     @property
     def symptom(self) -> GroupError | None:
-        """A rank's report that its group broke; what broke the group may have yet to show."""
+        """A rank's report that its group broke; the cause of the break may be reported later."""
         errors = (rank.error for rank in self.ranks())
         return next((error for error in errors if isinstance(error, GroupError)), None)
 
     def check(self) -> None:
-        """Raise why the round was ended, if it was."""
+        """Raise the error that ended the round, if any."""
         if self.ended is not None:
             raise self.ended
 
@@ -208,7 +208,7 @@ class RoundState:
         """Send an engine's data; return its number in the round.
 
         Raises:
-            LimitError: It is larger than it may be.
+            LimitError: The message is larger than it may be.
         """
         self.check()
         # Numbered and queued in one step: every worker sees the numbers in order.
@@ -217,7 +217,7 @@ class RoundState:
         return number
 
     def prepare(self, fingerprint: str, digests: list[str]) -> None:
-        """Send the identity of what was sent; keep the digests for a rank that has another set."""
+        """Send the identity of the sent set; keep the digests for a rank that has another set."""
         self.check()
         self._sent = (fingerprint, digests)
         self._to_all(Prepare(self.round_id, fingerprint))
@@ -225,11 +225,11 @@ class RoundState:
     def verify(self, fingerprint: str) -> None:
         """Raise unless every rank has proven that it holds the update.
 
-        A worker votes with the fingerprint that it computed from its own digests. It is compared
-        here, whatever the worker made of it, so a vote is proof and not a claim.
+        A worker votes with the fingerprint that it computed from its own digests. The comparison
+        is made here, whatever the worker concluded, so a vote is proof and not a claim.
 
         Raises:
-            DigestMismatchError: A vote is about other bytes than were sent, or there is none.
+            DigestMismatchError: A vote is about other bytes than were sent, or is missing.
         """
         self.check()
         for rank in self.ranks():
@@ -245,10 +245,10 @@ class RoundState:
         self._to_all(Commit(self.round_id))
 
     def abort(self, error: WTransferError) -> None:
-        """End the round before its commit; later, or a second time, this does nothing."""
+        """End the round before its commit; later, or a second time, do nothing."""
         if self.committing or self.ended is not None:
             return
-        # First: whatever the message meets, the round is over.
+        # First: the round is over even if the send fails.
         self.ended = error
         error.add_facts(round_id=self.round_id, version=self.version)
         self._to_all(Abort(self.round_id, str(error)))
@@ -256,7 +256,7 @@ class RoundState:
     def deadline(self, reason: str) -> None:
         """Order a rollback in every instance whose ranks have not all committed.
 
-        A rank that has committed goes back; one that has not drops what it was ordered to apply.
+        A rank that has committed goes back; a pending rank drops the set that it was to apply.
         """
         for instance in self.live() if self.committing else ():
             if not (instance.settled or instance.rolling_back) and len(instance.ranks) > 1:
@@ -266,12 +266,12 @@ class RoundState:
     # -- the workers' events
 
     def answer(self, worker: Worker, message: msgspec.Struct) -> bool:
-        """Take in an answer; return whether it brings the round on.
+        """Take in an answer; return True if it brings the round on.
 
         Only progress restarts the deadline for a stalled worker; repeated messages do not.
 
         Raises:
-            ProtocolError: A worker does not say that, or not now.
+            ProtocolError: A worker does not send such a message, or not now.
         """
         instance, rank = self._places[worker]
         if isinstance(message, Accept):
@@ -294,7 +294,7 @@ class RoundState:
         elif isinstance(message, (Refuse, Fault)):
             refused = isinstance(message, Refuse)
             if refused:
-                # Whatever it has against that manifest: the next plan brings it whole.
+                # The worker may have rejected that manifest: the next plan brings it whole.
                 worker.planned = None
             phase = "plan" if refused else None
             self.fault(worker, message.error.rebuild(worker=worker.name, phase=phase))
@@ -314,28 +314,28 @@ class RoundState:
             return
         rank.differs = True
         if self.ended is None and not instance.dropped:
-            # Once to each rank, and to no other: they are as many as the pieces.
+            # Only to this rank, and once: the digests are as many as the pieces.
             self._send([rank.worker], Compare(self.round_id, digests))
 
     def fault(self, worker: Worker, error: WTransferError) -> None:
-        """Take in that a worker cannot go on with the round."""
+        """Note that a worker cannot go on with the round."""
         instance, rank = self._places[worker]
         rank.error = rank.error or error
         if not instance.dropped and not isinstance(rank.error, GroupError):
             self.abort(rank.error)
 
     def lose(self, worker: Worker, error: WTransferError) -> None:
-        """Take in that a worker's connection has ended, or that it counts as stalled."""
+        """Note that a worker's connection has ended, or that the worker counts as stalled."""
         instance, rank = self._places[worker]
         rank.lost = True
         if self.committing:
             rank.error = rank.error or error
             if not instance.settled and len(instance.ranks) > 1:
-                # It never got `Finish`, so it rolls back by itself: its ack no longer counts.
+                # Without `Finish` the worker rolls back by itself: its ack no longer counts.
                 rank.ack = None
             self._settle(instance)
         elif rank.differs:
-            # Whatever it would have named: its vote has ended the round.
+            # Its vote has ended the round, with or without the names of the pieces.
             mismatch = _other_bytes(worker)
             mismatch.__cause__ = error
             self.fault(worker, mismatch)
@@ -343,7 +343,7 @@ class RoundState:
             rank.error = rank.error or error
             if not instance.dropped:
                 instance.dropped = True
-                # To all its ranks: one that only stalled may go on, and must drop what it has.
+                # To all its ranks: a rank that only stalled may go on, and must drop its set.
                 told = [each.worker for each in instance.ranks]
                 self._send(told, Abort(self.round_id, f"{worker.name} was lost"))
         else:

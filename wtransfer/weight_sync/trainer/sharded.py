@@ -1,7 +1,7 @@
-"""How a trainer whose weights are spread over ranks publishes them.
+"""Publishing from a trainer whose weights are sharded over ranks.
 
 One rank publishes: its `ShardedSource` gathers bucket by bucket. Every other rank takes part in the
-gathers by a `TrainerRank`. How they agree on each of them is told in `gather_group.py`.
+gathers by a `TrainerRank`. The agreement before each gather is described in `gather_group.py`.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Shard: TypeAlias = "tuple[ParamMeta, torch.Tensor]"
-"""A tensor's metadata, and what this rank holds of it."""
+"""A tensor's metadata, and this rank's part of it."""
 Layout: TypeAlias = "list[tuple[str, str, tuple[int, ...]]]"
 """Name, description and ranks of every tensor, in order."""
 
 DEADLINE_S = 30.0
-"""The deadline where no publisher has said another, in seconds."""
+"""The deadline where no publisher has set another, in seconds."""
 OWN_SHARE = 0.9
-"""Part of the deadline after which a wait for ranks ends: the round's own watch, which ends it
-at the whole, could only say that the engine hangs."""
+"""Part of the deadline after which a wait for ranks ends: the round's own watch, which ends the
+round at the whole deadline, could only say that the engine hangs."""
 SILENT_DEADLINES = 4
 """Deadlines that the publishing rank may take for a step of its round: it waits for its workers,
 one deadline at most for each of the prepare phase, the commit, and ranks that go back."""
@@ -83,20 +83,20 @@ REBUILD = (
     "; the process group of that mesh is no longer in step: rebuild it, and with it Publisher and "
     "TrainerRank"
 )
-"""What to do after an error inside a gather."""
+"""Advice after an error inside a gather."""
 FLUSH_S = 1.0
-"""Seconds for what a rank that fails still has to say."""
+"""Seconds for a rank that fails to write its error."""
 GRACE_S = 0.4
 """Seconds that a gather may go on when one of its ranks was lost, or has failed there."""
 
 
 class ShardedSource:
-    """Gathers what the ranks of a trainer hold, for the one that publishes.
+    """Gathers the parts of a trainer's ranks, for the publishing rank.
 
-    `Publisher` makes one of whatever it is given; make it yourself for another `name` or `store`.
-    What is not sharded passes through as it is. DTensors (FSDP2, tensor parallelism) are gathered
-    over their own mesh, a bucket at a time, while every other rank of the mesh is in
-    `TrainerRank.publish`. A source of one's own says by `mesh` and `placements` of its `ParamMeta`
+    `Publisher` wraps its argument in one; make it yourself for another `name` or `store`.
+    Tensors that are not sharded pass through as they are. DTensors (FSDP2, tensor parallelism) are
+    gathered over their own mesh, a bucket at a time, while every other rank of the mesh is in
+    `TrainerRank.publish`. A custom source describes by `mesh` and `placements` of its `ParamMeta`
     how tensors lie, and yields this rank's parts from `iter_local`.
 
     Args:
@@ -141,27 +141,27 @@ class ShardedSource:
 
     @property
     def metadata(self) -> Sequence[ParamMeta]:
-        """What the source has; this moves no data and asks no other rank."""
+        """Metadata of the source; moves no data and asks no other rank."""
         # Kept for the pass that follows: reading it costs something per tensor.
         self._metadata = self._source.metadata
         return self._metadata
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what this rank holds."""
+        """Yield this rank's parts."""
         return self._source.iter_local()
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole tensors.
 
         Raises:
-            SourceError: The ranks do not agree, or this one contradicts its metadata.
+            SourceError: The ranks do not agree, or this rank's source contradicts its metadata.
             StallError: A rank does not take part in time.
             PeerLostError: A rank is gone.
         """
         return self._iter("iter_full")
 
     def iter_unread(self) -> Iterator[tuple[str, Any]]:
-        """Yield the same; tensors of a source that has them unread are that. Raises alike."""
+        """Yield as `iter_full`, unread tensors where the source has them. Raises alike."""
         return self._iter("iter_unread")
 
     def _iter(self, method: str) -> Iterator[tuple[str, Any]]:
@@ -169,7 +169,7 @@ class ShardedSource:
         others = self._others(metadata)
         if any(meta.placements for meta in metadata):
             return self._iter_gathered(metadata, others)
-        # Itself, not its pairs: it may show that all of its tensors are there.
+        # The iterator itself, not its pairs: it may show that all of its tensors are there.
         pairs: Iterator[tuple[str, Any]]
         pairs = getattr(self._source, method, self._source.iter_full)()
         return pairs
@@ -186,7 +186,7 @@ class ShardedSource:
                 check_in_step(self._thread)
                 if others:
                     self._agree(begun, others, num_gathered, bucket)
-                # The round that is ended meanwhile waits for this, as for all that its engine does.
+                # A round that is ended meanwhile waits for the gather, as for every engine call.
                 try:
                     tensors = gather_bucket(
                         bucket,
@@ -202,7 +202,7 @@ class ShardedSource:
             while tensors:
                 meta, tensor = tensors.pop(0)
                 yield meta.name, tensor
-                # Not until the next is here: a gathered one may be large.
+                # Freed before the next is made: a gathered tensor may be large.
                 del tensor
 
     # -- for the publisher
@@ -225,7 +225,7 @@ class ShardedSource:
 
     def stop_waiting(self) -> None:
         """End a pass that waits for other ranks: its round has failed."""
-        # Also one that is only about to wait.
+        # Also ends a pass that is only about to wait.
         self._stopped = True
         if self._met:
             self._group.wake()
@@ -254,7 +254,7 @@ class ShardedSource:
     def close(self) -> None:
         """Let the other ranks go."""
         self._thread.stop()
-        # They still read the end of the last round, from a store that this process may host.
+        # The others still read the end of the last round, from a store that this process may host.
         keys = [k for k in _keys(self._met) if _takes_part(self._group.heard(k), self._state)]
         if keys:
             self._group.start(keys)
@@ -286,17 +286,17 @@ class ShardedSource:
             in_round = self._in_round
         try:
             if info is not None and not in_round:
-                # It may have failed before it met any.
+                # The round may have failed before it met any other rank.
                 self._meet(self._met or self._others(self._source.metadata))
         except Exception as unmet:
-            # The round has an error of its own, and this is not it.
+            # Logged only: the round has an error of its own.
             logger.info("the other ranks cannot be told: %s", unmet)
         if not in_round and self._met:
             self._group.pause()
 
     def _post(self, **changes: Any) -> None:
         self._state = msgspec.structs.replace(self._state, **changes)
-        # `_meet` posts what others have missed; where there are none, none reads it.
+        # `_meet` posts the states that others have missed; without other ranks there is no reader.
         if self._met:
             self._group.post(self._state, PUBLISHER)
 
@@ -313,7 +313,7 @@ class ShardedSource:
     # -- one pass
 
     def _others(self, metadata: Sequence[ParamMeta]) -> frozenset[int]:
-        """Return the other ranks whose part is needed."""
+        """Return the other ranks that hold a part of the weights."""
         spread = [meta for meta in metadata if meta.owners or meta.placements]
         found = frozenset(rank for meta in spread for rank in ranks_of(meta))
         own = own_rank()
@@ -381,11 +381,11 @@ class ShardedSource:
             if self._stopped or self._state.attempt != begun.attempt:
                 raise RoundAbortedError("the round is over; its weights are not gathered further")
             self._post(go=count)
-        # Entered when it is written: alone in a gather this rank could only be left behind there.
+        # Enter only when `go` is written: alone in a gather, this rank could only be left behind.
         try:
             self._group.flush(Deadline(self.deadline_s * OWN_SHARE))
         except StallError as error:
-            # The ranks may have read it and wait in the gather.
+            # The ranks may have read `go` and wait in the gather.
             error.message += REBUILD
             raise
 
@@ -405,14 +405,14 @@ class ShardedSource:
         return None
 
     def _failed_inside(self, others: Iterable[int]) -> WTransferError | None:
-        """Return why another rank has left a gather that this one may be in."""
-        # A rank that fails outside of one leaves the round, and its gathers have ended.
+        """Return why another rank has left a gather that this rank may be in."""
+        # A rank that fails outside of a gather leaves the round, and its gathers have ended.
         return self._failed(
             r for r in others if _takes_part(self._group.heard(str(r)), self._state)
         )
 
     def _cause(self, others: frozenset[int], failed: WTransferError) -> WTransferError:
-        """Return why a gather has failed: a lost rank breaks it for all, and shows only later."""
+        """Return why a gather has failed: a lost rank breaks it for all, and is detected later."""
         patience = Deadline(SILENT_S + GRACE_S if isinstance(failed, EngineError) else 0)
         if not others:
             return failed
@@ -427,14 +427,14 @@ class ShardedSource:
 
 
 class Interrupted(BaseException):
-    """The caller whose call this is was interrupted, and waits for it no longer."""
+    """The caller of this call was interrupted, and waits for it no longer."""
 
 
 class TrainerRank:
     """Takes part in publishing a sharded model, on the ranks that do not publish themselves.
 
-    One rank makes a `Publisher` of its part of the model, every other one a `TrainerRank` of its
-    own; then all call ``publish(version)`` for the same versions in turn::
+    One rank makes a `Publisher` of its part of the model, every other rank a `TrainerRank` of its
+    own part; then all call ``publish(version)`` for the same versions in turn::
 
         if torch.distributed.get_rank() == 0:
             publisher = wtransfer.Publisher(model)
@@ -443,23 +443,23 @@ class TrainerRank:
         publisher.publish(f"step-{step}")
 
     Ranks agree through the trainer's store before each bucket of gathers, and begin one only when
-    all have said that they are ready. So where the round fails before, beside or between the
+    all have written that they are ready. So if the round fails before, beside or between the
     gathers, all ranks return with its error, and the trainer's own process group is as good as
     before. A rank that is lost inside a gather leaves a group that has to be made anew; the error
-    says so. The gathers are those of the model's own mesh, on a thread of their own: do not use its
-    groups meanwhile.
+    says so. The gathers use the groups of the model's own mesh, on a thread of their own: do not
+    use these groups meanwhile.
 
-    Why a class of its own: a second `Publisher` would be a second one for workers to join, and a
-    plain function could not tell a round that it has taken part in from the next one.
+    Why a class of its own: workers would have to join a second `Publisher` as well, and a plain
+    function could not tell a round that it has taken part in from the next one.
 
     Args:
         model_or_source: As for `Publisher`: this rank's module, mapping or source.
         name: Tells several publishers of one trainer apart; as in `ShardedSource`.
         store: A torch store that all ranks share. Default: the one of torch's default group, which
             is neither made nor destroyed here.
-        deadline_s: Longest wait for the publishing rank to begin, counted from the end of its round
-            before, and for a gather to end. The same as the publisher's: a publishing rank whose
-            round makes no progress for four times as long is given up.
+        deadline_s: Longest wait for the publishing rank to begin, counted from the end of its last
+            round, and for a gather to end, in seconds. Must be the publisher's: a publishing rank
+            whose round makes no progress for four times as long is given up.
     """
 
     def __init__(
@@ -483,7 +483,7 @@ class TrainerRank:
         self._left = 0
         """Attempt that was joined and left before its end, by an error."""
         self._agreed = ("", "")
-        """Digests of the publishing rank's layout and of this one's, found to fit."""
+        """Digests of the publishing rank's layout and of this rank's, found to fit."""
         close_at_exit(self)
 
     def publish(self, version: str, *, wait: bool = True) -> str:
@@ -491,13 +491,13 @@ class TrainerRank:
 
         Args:
             version: Label; the publishing rank's.
-            wait: Whether to wait for the end. Without, it returns when this rank may change its
-                weights again; what becomes of the round is then told to the publishing rank only,
-                and the next call waits for that first.
+            wait: True to wait for the end. False: return when this rank may change its weights
+                again; only the publishing rank then gets the outcome of the round, and the next
+                call waits for its end first.
 
         Returns:
-            Fingerprint of what was published; empty if the end was not waited for, or if this rank
-            has tensors, but no part of one that the publishing rank gathers.
+            Fingerprint of the published weights; empty if the end was not waited for, or if this
+            rank has tensors, but no part of one that the publishing rank gathers.
 
         Raises:
             StallError: The publishing rank did not begin in time, or a gather hangs.
@@ -511,7 +511,7 @@ class TrainerRank:
 
         def check() -> None:
             if interruptions:
-                # Once: what follows is told to the other ranks, which is a wait as well.
+                # Once: telling the other ranks, which follows, is a wait as well.
                 error = interruptions.pop()
                 raise Interrupted(f"{type(error).__name__}: {error}")
 
@@ -551,8 +551,8 @@ class TrainerRank:
     def _publish(self, version: str, *, wait: bool) -> str:
         group = self._group
         if self._seen:
-            # A rank that left its last round early would lose from its deadline what the others
-            # take for the end.
+            # Before the deadline starts: a rank that left its last round early would lose the time
+            # that the others take for the end.
             group.until(
                 self._is_over,
                 Deadline(SILENT_DEADLINES * self._deadline_s),
@@ -574,12 +574,12 @@ class TrainerRank:
 
         state: GatherRound = group.until(lambda: group.heard(PUBLISHER), deadline, late)
         if metadata and not any(state.rank in ranks_of(meta) for meta in metadata):
-            # In no group with the publishing rank: it asks for nothing that this one holds.
+            # In no group with the publishing rank, which needs no part of this one.
             return ""
         found = group.until(lambda: self._turn(version), deadline, late)
         if isinstance(found, Ended):
             group.post(RankState(self._epoch, self._seen, version, left=True))
-            # Before this returns: the next object of this rank must read that it was told.
+            # Before this returns: the next object of this rank must read that the end was told.
             with contextlib.suppress(WTransferError):
                 group.flush(Deadline(FLUSH_S))
             end: Ended | None = found
@@ -597,11 +597,11 @@ class TrainerRank:
         return not same or state.phase == "over" or self._group.lost(PUBLISHER, "") is not None
 
     def _turn(self, version: str) -> GatherRound | Ended | None:
-        """Return the round to join, or the end to tell, or None while there is neither."""
+        """Return the round to join, or the end to tell; None: neither yet."""
         state: GatherRound = self._group.heard(PUBLISHER)
         if state.epoch != self._epoch:
             if state.phase != "over" and not self._group.is_alive(PUBLISHER):
-                # A publisher that was killed in a round may have left this.
+                # A publisher that was killed in a round may have left this state.
                 return None
             # Another object of this rank may have taken part before.
             earlier: RankState | None = self._group.heard(self._group.key)
@@ -612,7 +612,7 @@ class TrainerRank:
         if is_new and state.version == version and state.phase != "over":
             return state
         for end in reversed(state.ended):
-            # A failure that this rank has not heard of; or the success of a round that it left when
+            # A failure that this rank has not seen; or the success of a round that it left when
             # its part was done, which will not be repeated.
             is_due = end.attempt > self._seen if end.error else end.attempt == self._left
             if end.version == version and is_due:
@@ -628,7 +628,7 @@ class TrainerRank:
     def _take_part(
         self, joined: GatherRound, metadata: Sequence[ParamMeta], version: str, *, wait: bool
     ) -> Ended | None:
-        """Gather with the publishing rank, up to the end; None if that is not waited for."""
+        """Gather with the publishing rank, up to the end; None if the end is not waited for."""
         group = self._group
         mine = RankState(joined.epoch, joined.attempt, version)
         self._seen = self._left = joined.attempt
@@ -680,7 +680,7 @@ class TrainerRank:
         return state if isinstance(state, Ended) else None
 
     def _end_of(self, joined: GatherRound) -> Ended | None:
-        """Return the end of a round; raise if there will be none."""
+        """Return the end of a round, None if it goes on; raise if there will be no end."""
         state: GatherRound = self._group.heard(PUBLISHER)
         if state.epoch == joined.epoch:
             for end in state.ended:
@@ -726,7 +726,7 @@ class TrainerRank:
         self._agreed = digests
 
     def _gather(self, bucket: list[Shard], joined: GatherRound, mine: RankState) -> None:
-        """Take part in gathering a bucket; what comes of it is the publishing rank's."""
+        """Take part in gathering a bucket; only the publishing rank keeps the whole tensors."""
 
         def over() -> WTransferError | None:
             self._group.check()
@@ -747,7 +747,7 @@ class TrainerRank:
         def cause(failed: WTransferError) -> WTransferError:
             why: WTransferError
             self._group.post(msgspec.structs.replace(mine, error=ErrorInfo.of(failed)))
-            # Which rank was lost shows to the publishing rank, which tells all.
+            # The publishing rank finds the lost rank and tells all.
             try:
                 why = self._group.until(over, Deadline(SILENT_S + FLUSH_S), "the round's end")
             except PeerLostError as gone:
@@ -759,16 +759,16 @@ class TrainerRank:
         gather_bucket(bucket, self._thread, self._deadline_s, torn, cause, publishing=joined.rank)
 
 
-# -- how a tensor lies on the ranks, and how it becomes whole
+# -- layout of a tensor over the ranks, and its gather
 
 
 def is_sharded(meta: ParamMeta) -> bool:
-    """Whether a tensor must be gathered to be whole."""
+    """Return True if a tensor must be gathered to be whole."""
     return bool(meta.placements)
 
 
 def ranks_of(meta: ParamMeta) -> tuple[int, ...]:
-    """Return the ranks that must take part in gathering a tensor; none for one that is whole.
+    """Return the ranks that must take part in gathering a tensor; none for a whole tensor.
 
     Raises:
         SourceError: The metadata says that several ranks own it, but not how.
@@ -805,7 +805,7 @@ def check_equal(theirs: Layout, mine: Layout, publishing: int, own: int) -> None
     along one axis has other ranks in every row.
 
     Raises:
-        SourceError: There is one.
+        SourceError: The layouts differ.
     """
 
     def shown(layout: Layout, index: int) -> str:
@@ -826,10 +826,10 @@ def check_equal(theirs: Layout, mine: Layout, publishing: int, own: int) -> None
 
 
 def iter_shards(source: WeightSource, metadata: Sequence[ParamMeta]) -> Iterator[Shard]:
-    """Yield what this rank holds, each held against the metadata before anything is gathered.
+    """Yield this rank's parts, each checked against the metadata before any gather.
 
     Raises:
-        SourceError: The iteration is not what the metadata says; the first tensor is named.
+        SourceError: The iteration differs from the metadata; the first tensor is named.
     """
     expected = iter(metadata)
     for name, tensor in source.iter_local():
@@ -863,12 +863,12 @@ def iter_buckets(shards: Iterable[Shard]) -> Iterator[list[Shard]]:
 
 
 def check_in_step(thread: SerialThread) -> None:
-    """Check that this rank hangs in no earlier gather, which the next one of another would end.
+    """Check that this rank hangs in no earlier gather, which another rank's next gather would end.
 
-    That one would get this rank's part of an earlier version.
+    The other rank would get this rank's part of an earlier version.
 
     Raises:
-        StallError: It does.
+        StallError: This rank hangs in an earlier gather.
     """
     if (what := thread.given_up()) is not None:
         raise StallError(
@@ -888,14 +888,14 @@ def gather_bucket(
     """Make the tensors of a bucket whole; all ranks do so at the same time, in the same order.
 
     Args:
-        bucket: What this rank holds.
+        bucket: This rank's parts.
         thread: Makes the collectives, one bucket after the other.
         timeout_s: Longest time for the bucket, in seconds.
         torn: Returns why the collectives may never end: a rank was lost, or has failed there. Any
             other end of the round waits for its gathers.
-        cause: Returns why they have failed, given what was raised here.
-        publishing: The rank that publishes; None: this one. Any other gathers what lies on the
-            publishing rank as well, and keeps nothing of it.
+        cause: Returns why the collectives have failed, given the error raised here.
+        publishing: The publishing rank; None: this one. Any other rank gathers the tensors that
+            lie on the publishing rank as well, and keeps none of them.
     """
     name = _first_name(bucket)
     torn_since: Deadline | None = None
@@ -937,7 +937,7 @@ def gathered(meta: ParamMeta, shard: torch.Tensor) -> torch.Tensor:
     import torch
     from torch.distributed.tensor import DTensor
 
-    # This thread's own: by default, operations on parameters are recorded for a backward pass.
+    # Grad mode is per thread: by default, autograd would record operations on parameters.
     with torch.no_grad():
         whole = DTensor.from_local(
             shard.detach(),

@@ -1,4 +1,4 @@
-"""Where a trainer's weights come from: a module, or a state dict."""
+"""Sources of a trainer's weights: a module, or a state dict."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StateDictSource:
-    """A mapping of names to tensors. It is read anew in every round.
+    """A mapping of names to tensors, read anew in every round.
 
     Args:
         tensors: Name -> tensor. Names of the same storage are sent once, under the first name.
@@ -41,14 +41,14 @@ class StateDictSource:
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole tensors, the trainer's own or gathered ones.
 
-        A sharded one is gathered, which every rank must take part in.
+        A sharded tensor is gathered, which every rank must take part in.
         """
         for name, tensor in group_storages(self._tensors()).tensors.items():
             gather = getattr(tensor, "full_tensor", None)
             yield name, gather() if gather else tensor
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what this rank holds."""
+        """Yield this rank's parts."""
         for name, tensor in group_storages(self._tensors()).tensors.items():
             to_local = getattr(tensor, "to_local", None)
             yield name, to_local() if to_local else tensor
@@ -71,14 +71,14 @@ class ModuleSource(StateDictSource):
 
 
 def _has_metadata(source: object) -> bool:
-    # Where the name alone tells, it is not read: that may be a look at everything that there is.
+    # Not read where the name alone tells: reading may cost a pass over all tensors.
     return inspect.getattr_static(source, "metadata", None) is not None or hasattr(
         source, "metadata"
     )
 
 
 def _sharding(tensor: torch.Tensor) -> tuple[tuple[int, ...] | None, Any, tuple[Any, ...] | None]:
-    """Return owners, mesh and placements of a DTensor; None for each of a tensor that is whole."""
+    """Return owners, mesh and placements of a DTensor; three None for a whole tensor."""
     if type(tensor) in PLAIN_TYPES or not hasattr(tensor, "full_tensor"):
         return None, None, None
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
@@ -87,7 +87,7 @@ def _sharding(tensor: torch.Tensor) -> tuple[tuple[int, ...] | None, Any, tuple[
 
 
 def as_source(model: nn.Module | Mapping[str, torch.Tensor] | WeightSource) -> WeightSource:
-    """Return a source for what a user hands in: a module, a mapping, or a source."""
+    """Return a source for a user's argument: a module, a mapping, or a source."""
     from collections.abc import Mapping as AnyMapping
 
     if isinstance(model, torch.nn.Module):

@@ -1,4 +1,4 @@
-"""A worker that has joined a publisher: its connection, and what it said last."""
+"""A worker that has joined a publisher: its connection, and the state it reported last."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Worker:
-    """One joined worker: a connection, and what it said last."""
+    """A joined worker: its connection, and the state it reported last."""
 
     connection: Connection
     hello: Hello
     epoch: int = 0
-    """Epoch of the last `Init` that was sent to it; 0: what it answers to earlier ones is late."""
+    """Epoch of the last `Init` sent to the worker; 0: answers to earlier ones are late."""
     ready: int = 0
-    """Epoch that it has answered with `Ready`."""
+    """Epoch of its last `Ready`."""
     refusal: WTransferError | None = None
-    """Why it refused the last `Init`."""
+    """Why the worker refused the last `Init`."""
     lost: WTransferError | None = None
     """Set when the connection has ended."""
     version: str | None = None
@@ -42,11 +42,11 @@ class Worker:
     """Its instance's place among all, as its engine was last told."""
     state: str = "fresh"
     num_failed: int = 0
-    """Times in a row that it could not be brought up to date."""
+    """Failed attempts in a row to bring the worker up to date."""
     planned: str | None = None
-    """Identity of the manifest that it was sent last, over this connection; None: it needs one."""
+    """Identity of the manifest last sent over this connection; None: the worker needs one."""
     set_aside: bool = False
-    """Whether it was served between rounds and has not applied that yet: rounds go on without."""
+    """True if an update sent between rounds is not applied yet: rounds go on without the worker."""
 
     def __post_init__(self) -> None:
         self.version = self.hello.version
@@ -60,7 +60,7 @@ class Worker:
 
     @property
     def info(self) -> WorkerInfo:
-        """What a user may know of it."""
+        """The worker as shown to users."""
         hello = self.hello
         return WorkerInfo(
             worker=hello.worker,
@@ -73,7 +73,7 @@ class Worker:
         )
 
     def send_frame(self, frame: bytes) -> None:
-        """Send an encoded message; that a worker is lost shows by its connection's end."""
+        """Send an encoded message; the end of the connection reports a lost worker."""
         try:
             self.connection.send_frame(frame)
         except PeerError as error:
@@ -84,9 +84,9 @@ def send_to(workers: Iterable[Worker], message: msgspec.Struct) -> None:
     """Send one message to several workers.
 
     Raises:
-        LimitError: It is larger than its type may be.
+        LimitError: The message is larger than its type may be.
     """
-    # Encoded once, and before the first is sent it: a plan of many pieces is the same for all.
+    # Encoded once, and before the first send: a plan of many pieces is the same for all.
     frame = CODEC.encode(message)
     for worker in workers:
         worker.send_frame(frame)

@@ -44,8 +44,8 @@ class EngineRunner:
     Args:
         rank: Rank within the serving instance.
         num_ranks: Ranks of the instance.
-        allowed: Engine names that a peer may ask for; None: every one that is found here.
-        reader: An engine without state, in the place of those that are asked for.
+        allowed: Engine names that a peer may ask for; None: every engine found here.
+        reader: A stateless engine, used in place of those that are asked for.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class EngineRunner:
             return self._mover.submit(lambda: guarded("a step of a round", task)).done
 
     def abort_in_background(self, running: Flag) -> None:
-        """Do what `abort` does on a thread of its own: it may take a while."""
+        """Run `abort` on a thread of its own: it may take a while."""
         if running.is_set():
             return
         try:
             start_call(lambda: self.abort(running), "wtransfer-abort")
         except RuntimeError as error:
-            # A process that ends gets no more threads; what it closes then must not stop here.
+            # An ending process gets no more threads; its close must go on without this one.
             logger.warning("engine %s is not aborted: %s", self.name, error)
 
     def abort(self, running: Flag) -> None:
@@ -102,7 +102,7 @@ class EngineRunner:
             if running.is_set() or running in self._given_up:
                 return
             logger.warning("engine %s does not return after an abort; rebuilding it", self.name)
-            # What was queued behind the hanging call belongs to later rounds: it moves along.
+            # Calls queued behind the hanging one belong to later rounds: move them along.
             waiting = self._mover.abandon()
             if all(call.done is not running for call in waiting):
                 self._given_up.add(running)
@@ -112,16 +112,16 @@ class EngineRunner:
             for call in waiting:
                 self._mover.resubmit(call)
             if self._closed:
-                # `shutdown` has stopped the thread that hangs, or is about to; this one is new.
+                # `shutdown` has stopped the hanging thread, or is about to; stop the new one here.
                 self._mover.stop()
         if left is not None:
             shut_down_apart(left)
 
     def leave_group(self, making: Flag) -> None:
-        """Let go of an engine whose group has lost a rank, or its round: there will be another.
+        """Drop an engine whose group has lost a rank, or its round; the next init makes another.
 
         Args:
-            making: Set when the engine has been made; if its group forms already, that ends.
+            making: Set when the engine has been made; a group that is still forming is aborted.
         """
         if getattr(self._engine, "needs_generation", False):
             self.abort_in_background(making)
@@ -130,7 +130,7 @@ class EngineRunner:
     def shutdown(self) -> None:
         """Shut the engine down and end its thread; a hanging one is left behind."""
         with self._lock:
-            # From here on `abort` leaves no thread that waits for more.
+            # From here on `abort` leaves no thread that waits for further calls.
             self._closed = True
             dropped = self._mover.submit(self._drop)
         dropped.done.wait(UNBLOCK_GRACE_S)
@@ -147,7 +147,7 @@ class EngineRunner:
         """Make and initialise the engine that a publisher asks for.
 
         Raises:
-            WTransferError: It cannot be found, is not allowed, or failed to initialise.
+            WTransferError: The engine cannot be found, is not allowed, or failed to initialise.
         """
         self._own()
         self._drop()
@@ -179,24 +179,25 @@ class EngineRunner:
 
     @property
     def copies(self) -> bool:
-        """Whether tensors must be copied before ``load_weights`` returns."""
+        """True if tensors must be copied before ``load_weights`` returns."""
         return getattr(self._own(), "tensors_valid_until", "return") != "round"
 
     @property
     def may_rewrite(self) -> bool:
-        """Whether views of the engine's memory are kept, to which it could write until the vote.
+        """True if views of the engine's memory are kept, to which it could write until the vote.
 
-        Not so for engines that declare it; one that derives from them may do as it likes.
+        False for an engine class that declares ``writes_after_return = False`` itself; its
+        subclasses may write again.
         """
         return not self.copies and vars(type(self._own())).get("writes_after_return", True)
 
     @property
     def allocates(self) -> bool:
-        """Whether the engine takes memory of its own for what it hands out."""
+        """True if the engine takes memory of its own for the tensors that it delivers."""
         return bool(getattr(self._own(), "allocates", False))
 
     def make_room(self, nbytes: int) -> str | None:
-        """Let the engine check that it can stage an update; None: it has no say."""
+        """Let the engine check that it can stage an update; None: the engine does not decide."""
         call = getattr(self._own(), "make_room", None)
         return None if call is None else self._call("make_room", lambda: call(nbytes))
 
@@ -213,7 +214,7 @@ class EngineRunner:
             self._call(method, lambda: call(*args))
 
     def _own(self) -> Any:
-        """Return the engine, but not to a thread that was left behind: it is not that one's."""
+        """Return the engine; raise on a thread that was left behind, which no longer owns it."""
         with self._lock:
             if not self._mover.runs_here():
                 raise RoundAbortedError("this round's thread was given up; its engine is gone")
@@ -247,7 +248,7 @@ class EngineRunner:
 
     def _drop(self) -> None:
         with self._lock:
-            # In one step: a thread left behind just now must not take its successor's engine.
+            # Under one lock: a thread left behind just now must not take its successor's engine.
             engine = self._engine if self._mover.runs_here() else None
             if engine is not None:
                 self._engine = None

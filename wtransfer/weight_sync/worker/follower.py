@@ -1,4 +1,4 @@
-"""Follow a folder of versions: its current version goes the way of a publisher's round."""
+"""Follow a folder of versions: its current version passes the steps of a publisher's round."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SCHEME = "file:"
-"""How addresses of folders begin."""
+"""Prefix of folder addresses."""
 POLL_S = 0.5
 """Seconds between two looks at ``current.json``."""
 RETRY_S = 2.0
-"""Wait after the first failure with a version, in seconds; each further one doubles it."""
+"""Wait after the first failure with a version, in seconds; doubled by each further failure."""
 MAX_RETRY_S = 60.0
 """Longest wait after a failure, in seconds."""
 CLOSE_GRACE_S = 1.0
-"""How long closing waits for the thread, which may hang in a share that does not answer."""
+"""Seconds that closing waits for the thread, which may hang in a share that does not answer."""
 
 FileIdentity = tuple[int, int, int]
 """Identity of a ``current.json``: inode, time of change, size."""
@@ -61,7 +61,7 @@ class Attempts:
     identity: FileIdentity
     """Identity of the file."""
     settled: bool = False
-    """Whether its current version was committed or declined."""
+    """True if its current version was committed or declined."""
     num_failed: int = 0
     """Failures in a row."""
     again_at: float = 0.0
@@ -69,11 +69,11 @@ class Attempts:
     round_id: str | None = None
     """Round in which the version is staged or pending."""
     offered: ManifestFile | None = None
-    """What that round brings, until the worker's vote."""
+    """Manifest of that round's version, until the worker's vote."""
 
     @property
     def due(self) -> bool:
-        """Whether to try now."""
+        """True if an attempt is due now."""
         idle = not self.settled and self.round_id is None
         return idle and time.monotonic() >= self.again_at
 
@@ -103,15 +103,15 @@ class VersionReader:
 
 
 class Follower:
-    """Watches a folder of versions until closed, and sends its session what is current there.
+    """Watches a folder of versions until closed, and offers its session the current version.
 
-    It is a publisher in the same process: its messages and the worker's answers are those of a
-    round, so a version on disk passes the same checks. A version is offered once per change of
+    A follower is a publisher in the same process: its messages and the worker's answers are those
+    of a round, so a version on disk passes the same checks. A version is offered once per change of
     ``current.json``.
 
     Args:
         session: Receives the versions.
-        address: ``file:/absolute/path`` of the folder. It need not exist yet.
+        address: ``file:/absolute/path`` of the folder, which need not exist yet.
 
     Raises:
         AddressError: Not such an address.
@@ -124,7 +124,7 @@ class Follower:
         self.address = address
         self.connected_since: float | None = None
         self.refusal: Exception | None = None
-        """Why the current version is not taken; None if it was, or nothing was tried."""
+        """Why the current version is refused; None if it was accepted, or before an attempt."""
         self._store = VersionStore(folder_of(address))
         self._session = session
         self._state = session.weight_state
@@ -140,7 +140,7 @@ class Follower:
 
     @property
     def connected(self) -> bool:
-        """Whether there was a current version at the last look."""
+        """True if there was a current version at the last look."""
         return self.connected_since is not None
 
     def send(self, message: msgspec.Struct) -> None:
@@ -205,7 +205,7 @@ class Follower:
                 return
         versions = self._store.versions()
         with self._state.changed:
-            # In one step: a loss in between would be settled with it.
+            # Under one lock: a loss of the weights in between would be marked as settled.
             held = self._state.held.fingerprint
             attempts.settled = not versions or versions[-1].fingerprint == held
         if attempts.settled:
@@ -219,11 +219,11 @@ class Follower:
         with self._state.changed:
             if self._closed.is_set():
                 return
-            # In one step: `close` ends what was planned before it.
+            # Under one lock: `close` ends a round that was planned before it.
             round_id = attempts.round_id = secrets.token_hex(8)
             attempts.offered = source.manifest
             self._participant.handle(Plan(round_id, version.version, source.manifest.manifest))
-        # The engine's thread takes them in order; if one fails, the others are late and dropped.
+        # The engine's thread takes messages in order; after a failed one the rest are dropped.
         self._participant.handle(Data(round_id, 0, {"source": source}))
         self._participant.handle(Prepare(round_id, source.manifest.fingerprint))
 
@@ -244,7 +244,7 @@ def folder_of(address: str) -> Path:
     """Return the folder that an address means.
 
     Raises:
-        AddressError: It is not absolute, or no path.
+        AddressError: The path is not absolute, or no path.
     """
     path = address[len(SCHEME) :]
     if not path.startswith("/") or "\0" in path:
@@ -256,6 +256,6 @@ def _identity(file: Path) -> FileIdentity | None:
     try:
         status = file.stat()
     except OSError:
-        # Not there yet, or not mounted at the moment.
+        # The file is not there yet, or the share is not mounted at the moment.
         return None
     return (status.st_ino, status.st_mtime_ns, status.st_size)

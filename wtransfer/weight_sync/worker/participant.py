@@ -67,22 +67,22 @@ class Member(Protocol):
     rank: int
     num_ranks: int
     cast: bool
-    """Whether floating dtypes are cast at a commit."""
+    """True if floating dtypes are cast at a commit."""
     cast_hint: str
-    """How a user lets them be cast, for errors."""
+    """How a user allows the cast, for errors."""
     weight_state: WeightState[StagedUpdate]
 
     def hello(self, host: str | None) -> Hello:
-        """Return what a publisher is told first."""
+        """Return the first message to a publisher."""
 
     def schema(self) -> Mapping[str, TensorSpec] | None:
-        """Return the model's form; None: it has none of its own."""
+        """Return the model's schema; None: a target without one."""
 
     def notes(self) -> list[str]:
-        """Return what the publisher's report shall say of this worker."""
+        """Return the notes on this worker for the publisher's report."""
 
     def note_error(self, error: WTransferError) -> None:
-        """Take in why an update is refused."""
+        """Note the error for which an update is refused."""
 
     def notify_aborted(self, pending: Pending[StagedUpdate], error: WTransferError) -> None:
         """Tell observers that a pending update is dropped."""
@@ -92,8 +92,8 @@ class StagedUpdate:
     """One update beside the model: judged, received and verified on the engine's thread.
 
     Args:
-        plan: What the publisher announces.
-        manifest: The one of the plan, or else the last one that came from this publisher.
+        plan: The publisher's plan.
+        manifest: The plan's manifest, or else the last one that came from this publisher.
         participant: Answers the publisher.
     """
 
@@ -107,7 +107,7 @@ class StagedUpdate:
         self.dropped: str | None = None
         """Why the round has ended without a commit."""
         self.running = Flag()
-        """Set when the engine's thread has nothing more to do for it."""
+        """Set when the engine's thread has nothing more to do for the update."""
         self._participant = participant
         self._named = plan.manifest if isinstance(plan.manifest, str) else None
         self._layout: TensorLayout | None = None
@@ -117,14 +117,14 @@ class StagedUpdate:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What locates it, for errors and observers."""
+        """Round, version and worker of the update, for errors and observers."""
         session = self._participant.session
         return {"round_id": self.round_id, "version": self.version, "worker": session.name}
 
     def drop(self, reason: str) -> None:
-        """Release everything that is staged, under the state's lock.
+        """Release all staged tensors, under the state's lock.
 
-        The engine, which may be at work for it, is made to return by its next `load_weights`.
+        An engine that is still receiving returns by the error of its next `load_weights`.
         """
         self.dropped = reason
         staging, self._staging = self._staging, None
@@ -143,8 +143,8 @@ class StagedUpdate:
         assert manifest is not None
         layout = self._layout = self._participant.layout_of(manifest)
         if self._named not in (None, layout.identity):
-            # The publisher sent only the manifest's identity. It is compared with the identity
-            # that this worker computed from the last manifest that it checked.
+            # The publisher sent only the manifest's identity. Compare with the identity that this
+            # worker computed from the last manifest that it checked.
             raise ProtocolError(
                 f"the plan of {self.version!r} names the manifest {self._named!r:.80}; the last "
                 f"one over this connection is {layout.identity!r}; send the plan whole"
@@ -156,12 +156,12 @@ class StagedUpdate:
         if schema is None:
             check_whole(manifest)
         else:
-            # A copy: what a target returns may be its own, and change.
+            # A copy: a target may return its own mapping, and change it.
             schema = dict(schema)
             casts = check_fit(manifest, schema, cast=session.cast, cast_hint=session.cast_hint)
         if casts:
             notes.append("casts floating dtypes at commit")
-        # The manifest of the layout: equal ones of round after round are one object.
+        # The manifest of the layout: equal manifests of round after round are one object.
         self.held = WeightSet(self.version, "", layout.manifest, casts=casts, judged=schema)
         note = runner.make_room(layout.nbytes)
         if note is not None:
@@ -187,7 +187,7 @@ class StagedUpdate:
         return Received(self.round_id, data.seq)
 
     def verify(self, prepare: Prepare) -> Vote:
-        """Say what has arrived; what arrived as it was sent is left to the commit.
+        """Vote for the arrived set; a set that is as sent is left to the commit.
 
         Raises:
             IncompleteUpdateError: Pieces never arrived.
@@ -206,7 +206,7 @@ class StagedUpdate:
         judged = self.held.judged or {}
         if as_sent and any(spec.aliases for spec in judged.values()):
             staging.check_ties(canonical_names(judged))
-        # What an engine delivers from here on is in no digest.
+        # A tensor that an engine delivers from here on is in no digest.
         staging.stop("the update is verified")
         self.seconds["verify"] = time.monotonic() - begun
         vote = Vote(self.round_id, fingerprint, staging.nbytes, self.seconds)
@@ -248,10 +248,10 @@ class Participant:
     thread, and applying is left to the thread that owns the model.
 
     Args:
-        session: What the worker is and holds.
+        session: The worker, with its weights.
         publisher: Takes the answers.
         runner: Runs the engine.
-        on_error: Called with what is wrong with an update, or with this worker.
+        on_error: Called with the error of an update that fails on this worker.
     """
 
     def __init__(
@@ -308,14 +308,14 @@ class Participant:
             return
         error = RoundAbortedError(f"the round was ended: {update.dropped}")
         logger.info("%s drops %r: %s", self.session.name, update.version, update.dropped)
-        # Not here, on the channel's thread: observers that are slow would cost the connection.
+        # Not here, on the channel's thread: slow observers would cost the connection.
         self.runner.submit(
             lambda: hooks.notify("wtransfer_round_aborted", error=error, **update.facts)
         )
         self.runner.abort_in_background(update.running)
 
     def begin_anew(self) -> None:
-        """Forget the last manifest: a plan may name only one that came over this connection."""
+        """Forget the last manifest: a plan may name only a manifest of the same connection."""
         self._manifest = Manifest(())
 
     def publisher_lost(self, reason: str) -> None:
@@ -344,7 +344,7 @@ class Participant:
         if isinstance(plan.manifest, Manifest):
             self._manifest = plan.manifest
         update = StagedUpdate(plan, self._manifest, self)
-        # First: whatever ends it queues behind this on the engine's thread.
+        # First: every end of the round queues behind this on the engine's thread.
         self.runner.submit(lambda: hooks.notify("wtransfer_round_started", **update.facts))
         try:
             self._state.plan(update)
@@ -387,14 +387,14 @@ class Participant:
 class PublisherConnection:
     """Dials one publisher until closed, and answers it.
 
-    All ``_on_*`` methods run on the channel's thread and none of them waits.
+    All ``_on_*`` methods run on the channel's thread and never wait.
 
     Args:
-        session: What the worker is and holds.
+        session: The worker, with its weights.
         address: The publisher's.
         token: Shared secret.
-        host: By way of which host the publisher has invited this worker.
-        engines: Engine names that the publisher may ask for; None: every one that is found here.
+        host: Host by which the publisher has invited this worker.
+        engines: Engine names that the publisher may ask for; None: every engine found here.
     """
 
     def __init__(
@@ -433,7 +433,7 @@ class PublisherConnection:
 
     @property
     def connected(self) -> bool:
-        """Whether the publisher is reached right now."""
+        """True if the publisher is reached right now."""
         return self._connection is not None
 
     def send(self, message: msgspec.Struct) -> None:
@@ -491,7 +491,7 @@ class PublisherConnection:
         self._participant.ended(
             self._session.weight_state.end_round("the engine is initialised anew")
         )
-        # An engine that hangs while it is made must not hold up the one that is asked for now.
+        # An engine that hangs while it is made must not hold up the engine asked for now.
         self._runner.abort_in_background(self._making)
         # The answer goes over the connection of the init: a restarted publisher counts epochs from
         # one again, and would take this answer for its own.

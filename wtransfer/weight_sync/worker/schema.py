@@ -1,7 +1,7 @@
-"""Whether an update fits a target: names, dtypes, shapes, and that nothing is missing.
+"""Fit of an update to a target: names, dtypes, shapes, and that nothing is missing.
 
-`check_fit` judges a plan; `check_unchanged` looks again before the update is applied, and
-`check_has` when the model shall consist of its previous set.
+`check_fit` judges a plan; `check_unchanged` checks again before the update is applied, and
+`check_has` when the model is to consist of its previous set.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MAX_LISTED = 20
 """Mismatches that an error lists."""
 CAST_HINT = "WorkerSession(cast=True)"
-"""How a worker is told that floating dtypes may differ."""
+"""How a user allows floating dtypes to differ."""
 
 
 def canonical_names(schema: Mapping[str, TensorSpec]) -> dict[str, str]:
@@ -46,11 +46,11 @@ def check_fit(
     Args:
         manifest: The update, already valid in itself.
         schema: The target.
-        cast: Whether one floating dtype may take another at apply.
+        cast: True if one floating dtype may take another at apply.
         cast_hint: How to allow that, for errors.
 
     Returns:
-        Digest of which pieces will be cast, and to which dtypes; empty if none will.
+        Digest of the pieces to cast, and their dtypes; empty without casts.
 
     Raises:
         SchemaError: With one line per mismatch: every name, wanted and got (first 20).
@@ -84,11 +84,11 @@ def check_fit(
 
 
 def check_unchanged(judged: Mapping[str, TensorSpec], now: Mapping[str, TensorSpec] | None) -> None:
-    """Raise if the target is not what an update was judged by: coverage would be no proof.
+    """Raise if the target has changed since an update was judged: coverage would be no proof.
 
     Args:
-        judged: Its schema when the plan was judged.
-        now: Its schema now; None: it has none any more.
+        judged: The target's schema when the plan was judged.
+        now: Its schema now; None: the target has none any more.
 
     Raises:
         SchemaError: The first name that differs, then and now.
@@ -121,10 +121,11 @@ def check_has(
         judged: The target's schema when the set was judged.
         tensors: The set; None: it was not kept.
         now: The target's schema now.
-        present: Returns the target's tensors, by the names of `now`; None: it cannot.
+        present: Returns the target's tensors, by the names of `now`; None: the target cannot.
 
     Raises:
-        SchemaError: It does not; the first name that differs, then and now.
+        SchemaError: The target cannot consist of the set; the first name that differs, then and
+            now.
     """
     check_unchanged(_by_every_name(judged), _by_every_name(now))
     if judged == now:
@@ -158,7 +159,7 @@ def _shown(spec: TensorSpec | None) -> str:
 
 
 def schema_of(manifest: Manifest) -> Mapping[str, TensorSpec]:
-    """Return the schema of a target that has no other form than that of its last update."""
+    """Return the schema of a target whose only form is that of its last update."""
     return {
         piece.name: TensorSpec(torch_dtype(piece.dtype), piece.shape) for piece in manifest.pieces
     }
@@ -168,7 +169,7 @@ def check_whole(manifest: Manifest) -> None:
     """Raise unless an update consists of whole tensors, and of all of them.
 
     Raises:
-        ManifestError: It uses slices or patches, which are not supported yet.
+        ManifestError: The update uses slices or patches, which are not supported yet.
     """
     if manifest.coverage != "full":
         raise ManifestError(

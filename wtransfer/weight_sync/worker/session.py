@@ -74,18 +74,18 @@ logger = logging.getLogger(__name__)
 
 
 LOSS_GRACE_S = 0.25
-"""How long `WorkerSession.join` waits for a connected publisher to be noticed as lost."""
+"""Seconds that `WorkerSession.join` waits for the loss of a connected publisher to be noticed."""
 LOSS_POLL_S = 0.005
-"""Seconds between two looks."""
+"""Seconds between two polls of that."""
 
 
 class Failure(NamedTuple):
-    """What `commit_pending` raises once no frame with tensors in it is left."""
+    """The error that `commit_pending` raises once no frame with tensors in it is left."""
 
     error: BaseException
     """For the caller."""
     cause: BaseException | None = None
-    """Why, if it is another."""
+    """Its cause, if that is another error."""
 
 
 class WorkerSession:
@@ -96,24 +96,24 @@ class WorkerSession:
         join: Address of the publisher; see `join()`.
         token: Shared secret. Default: ``WTRANSFER_TOKEN``, or the owner-only file that
             ``WTRANSFER_TOKEN_FILE`` names.
-        commit: ``"adopt"`` points parameters at the staged memory (those of up to 16 KiB at memory
-            of their own, which is written), ``"copy"`` writes into theirs.
-        keep_previous: Keep what is needed to roll back if applying fails. Without it a failed
-            commit leaves the session *empty*.
+        commit: ``"adopt"`` points parameters at the staged memory (those of up to 16 KiB keep their
+            own memory, which is written), ``"copy"`` writes into the existing memory.
+        keep_previous: Keep the previous weights, to roll back if applying fails. Without them a
+            failed commit leaves the session *empty*.
         cast: Allow updates in another floating dtype than the model's.
         engines: Engine names that a publisher may ask for. Default: every one found here.
         instance: Serving instance that this rank belongs to; its ranks commit all or none.
         rank: Rank within the instance.
         num_ranks: Ranks of the instance.
-        deadline_s: Longest wait for the other ranks of the instance at a commit, in seconds. What
-            concerns a publisher is bounded by the publisher's deadline.
+        deadline_s: Longest wait for the other ranks of the instance at a commit, in seconds. Steps
+            with a publisher are bounded by the publisher's deadline.
         name: Name for people. Default: host, process id and rank.
     """
 
     cast_hint: str = CAST_HINT
-    """How `cast` is allowed here, for errors; a host that offers another way says so."""
+    """How a user allows `cast`, for errors; a host that offers another way sets another text."""
     host_ranks: int | None = None
-    """Ranks that the host of this worker invites, if it may say another number itself."""
+    """Ranks that this worker's host invites, where the host itself may report another number."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class WorkerSession:
         self.rank = rank
         self.num_ranks = num_ranks
         self.weight_state = WeightState[StagedUpdate](num_ranks, self._send)
-        """What the worker holds, held before and is about to hold."""
+        """The worker's present, previous and next weights."""
         self.publisher: PublisherConnection | Follower | None = None
         """The publisher, or the folder of versions, that was joined and not left."""
         self._target = as_target(model_or_target, commit)
@@ -153,7 +153,7 @@ class WorkerSession:
         self._last_error: WTransferError | None = None
         # Held while a publisher is joined or left.
         self._joining = threading.RLock()
-        # Held by the thread that changes the model, or decides not to: one thing at a time.
+        # Held by the thread that changes the model, or decides not to: one change at a time.
         self._model = Changed()
         model = getattr(self._target, "vouched_as", model_or_target)
         self._weights = process_weights.hold(self.weight_state.held.fingerprint, model)
@@ -167,19 +167,19 @@ class WorkerSession:
     def join(self, address: str, *, token: str | None = None, host: str | None = None) -> None:
         """Dial a publisher, now and again whenever the connection is lost, until closed or left.
 
-        ``file:/path`` is the folder that engine ``file`` publishes to: the version that is current
-        there, now and later, is taken from it, also when no publisher lives.
+        ``file:/path`` is the folder that engine ``file`` publishes to: the session takes its
+        current version, now and later, also when no publisher lives.
 
-        A session has one publisher. While it is connected no other can be joined; one that was lost
+        A session has one publisher. While it is connected no other can be joined; a lost publisher
         is replaced. A folder is connected while it has a version.
 
-        Does not wait for the publisher: one that is not there yet is found when it comes.
+        Does not wait for the publisher: dialing goes on until the publisher is there.
 
         Args:
             address: The publisher's, or that of a folder.
             token: Its secret, where that is another than the session's. A folder has none: any
-                process that may read it, may follow it.
-            host: What the publisher calls the host that it has asked to let this worker join.
+                process that may read the folder may follow it.
+            host: The publisher's name of the host that it has asked to let this worker join.
 
         Raises:
             AuthenticationError: No token was given and none is in the environment.
@@ -190,7 +190,7 @@ class WorkerSession:
         self._check_usable()
         with self._joining:
             current = self.publisher
-            # Before anything is made: a second connection would be thrown out as the same worker.
+            # Before any connection: the publisher would refuse a second one as the same worker.
             if self.publisher_at(address) is not None:
                 raise ValueError(f"this WorkerSession has joined {address} already; join it once")
             # A publisher that ended a moment ago is noticed within milliseconds.
@@ -217,14 +217,14 @@ class WorkerSession:
                 )
             self.publisher = None
             if current is not None:
-                # First: from here on no message of it can begin a round.
+                # First: from here on no message of the old publisher can begin a round.
                 current.close()
             publisher: PublisherConnection | Follower
             if secret is None or is_folder(address):
                 publisher = Follower(self, address)
             else:
                 publisher = PublisherConnection(self, address, secret, host, self._engines)
-            # In this order: what is sent after its hello must reach it.
+            # In this order: messages after the hello must reach the publisher.
             self.publisher = publisher
             try:
                 publisher.start()
@@ -249,15 +249,15 @@ class WorkerSession:
     def commit_pending(self, timeout_s: float = 0.0) -> bool:
         """Apply a verified update, if there is one. Call it between two steps of the model.
 
-        For a rank of several this returns once the other ranks have done so too, or at
-        `deadline_s`. So all ranks must call it between the same two steps: one that goes on into a
-        collective operation instead would wait there for the one that waits here.
+        For a rank of several the call returns once the other ranks have applied it too, or at
+        `deadline_s`. So all ranks must call it between the same two steps: a rank that goes on into
+        a collective instead would wait there for a rank that waits here.
 
         Args:
             timeout_s: How long to wait for an update, in seconds.
 
         Returns:
-            Whether an update was applied.
+            True if an update was applied.
 
         Raises:
             CommitError: Applying failed, here or in another rank of this instance. The old version
@@ -284,7 +284,7 @@ class WorkerSession:
             timeout_s: How long to wait for an update, in seconds.
 
         Returns:
-            Whether an update was applied.
+            True if an update was applied.
 
         Raises:
             CommitError: As `commit_pending`.
@@ -312,7 +312,7 @@ class WorkerSession:
                 raise failure.error
             raise failure.error from failure.cause
         finally:
-            # Else the error, by its traceback and this frame, would keep itself.
+            # Else the error, by its traceback and this frame, would keep itself alive.
             del failure
 
     def wait_for(self, version: str, timeout_s: float) -> None:
@@ -325,7 +325,7 @@ class WorkerSession:
             timeout_s: How long to wait, in seconds.
 
         Raises:
-            StallError: It has not come in time; the text says what is known of why.
+            StallError: The version has not come in time; the text gives the last known error.
             CommitError: Applying an update failed; as `commit_pending`.
             ValueError: As `commit_pending`.
         """
@@ -353,18 +353,18 @@ class WorkerSession:
         return pending is not None
 
     def weights_lost(self, reason: str) -> None:
-        """State that the model does not hold the last commit any more; what it holds has no name.
+        """Declare that the model no longer holds the last commit; its weights have no name.
 
-        For hosts whose model loses its weights by other ways than a commit: it was put to sleep
+        For hosts whose model loses its weights by other ways than a commit: put to sleep
         without them, or reloaded from disk. Call it between two steps of the model. The session is
         *empty* until the next commit. The publisher is told, and brings the current version again
         where its engine can.
 
-        A verified update that waits for `commit_pending` stays (`pending`): it is whole and its
-        publisher has ordered it, so applying it is the shortest way to weights with a name.
+        A verified update that waits for `commit_pending` stays (`pending`): it is complete and its
+        publisher has ordered its commit, so applying it is the shortest way to named weights.
 
         Args:
-            reason: What became of the weights, for people.
+            reason: How the weights were lost, for people.
 
         Raises:
             RoundBusyError: Called from within the target or an observer, while it applies.
@@ -383,7 +383,7 @@ class WorkerSession:
 
     @property
     def pending(self) -> bool:
-        """Whether a verified update waits for `commit_pending`, whatever `state` says."""
+        """True if a verified update waits for `commit_pending`, whatever `state` says."""
         check_process(self._pid, "WorkerSession")
         return self.weight_state.pending is not None
 
@@ -406,16 +406,16 @@ class WorkerSession:
 
     @property
     def connected(self) -> bool:
-        """Whether the publisher is reached right now."""
+        """True if the publisher is reached right now."""
         publisher = self.publisher
         return publisher is not None and publisher.connected
 
     @property
     def orphaned(self) -> bool:
-        """Whether the update that waits for `commit_pending` has lost its publisher.
+        """True if the update that waits for `commit_pending` has lost its publisher.
 
-        It is verified and its commit was ordered, so it may still be applied; no report waits for
-        it any more.
+        The update is verified and its commit was ordered, so it may still be applied; no report
+        waits for it any more.
         """
         pending = self.weight_state.pending
         return pending is not None and not pending.update.publisher.connected
@@ -436,7 +436,7 @@ class WorkerSession:
 
     @property
     def last_error(self) -> Exception | None:
-        """Why the last update that came was refused or not applied; None once one is applied."""
+        """Why the last update was refused or not applied; None once an update is applied."""
         return self._last_error
 
     def note_error(self, error: WTransferError) -> None:
@@ -485,10 +485,10 @@ class WorkerSession:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- for the publisher's thread; none of these waits
+    # -- for the publisher's thread, without waits
 
     def hello(self, host: str | None = None) -> Hello:
-        """Return what this worker is and holds; `host` is the endpoint that let it join."""
+        """Return this worker's `Hello`; `host` is the endpoint that let it join."""
         state = self.weight_state
         with state.changed:
             return Hello(
@@ -504,19 +504,19 @@ class WorkerSession:
             )
 
     def schema(self) -> Mapping[str, TensorSpec] | None:
-        """Return what updates must look like; a target without a schema follows the last one."""
+        """Return the schema of updates; a target without one follows the last update."""
         schema = self._target.schema()
         last = self.weight_state.held.manifest
         return schema_of(last) if schema is None and last is not None else schema
 
     def notes(self) -> list[str]:
-        """Return what a publisher should know of this worker before a round."""
+        """Return the notes on this worker for a publisher, before a round."""
         if self._keep_previous:
             return []
         return ["keeps no previous version: a failed commit empties it"]
 
     def notify_aborted(self, pending: Pending[StagedUpdate], error: WTransferError) -> None:
-        """Tell observers that an update whose commit was ordered is not what the model has."""
+        """Tell observers that the model does not have an update whose commit was ordered."""
         error.add_facts(**pending.update.facts)
         hooks.notify("wtransfer_round_aborted", error=error, **pending.update.facts)
 
@@ -528,7 +528,7 @@ class WorkerSession:
     def _present(self) -> Mapping[str, torch.Tensor] | None:
         target = self._target
         if isinstance(target, StateDictTarget) and type(target).capture is StateDictTarget.capture:
-            # As they lie: its `capture` may be a copy of all.
+            # As they lie: `capture` may copy all of them.
             return target.present()
         return target.capture()
 
@@ -539,8 +539,7 @@ class WorkerSession:
             pending = self.weight_state.begin()
             if pending is None:
                 return False, None
-            # KV cache of the old weights is not served from here on, nor any that is not surely
-            # new.
+            # From here on serve no KV cache of the old weights, nor any that is not surely new.
             self._weights.change()
             try:
                 if pending.rollback_reason is not None:
@@ -552,12 +551,12 @@ class WorkerSession:
             finally:
                 self._weights.settle(self._kv_name())
         except BaseException:
-            # An interrupt: what the target and the model raise has become a failure.
+            # An interrupt: errors of the target and the model have become a `Failure`.
             self.weight_state.interrupted()
             raise
 
     def _kv_name(self) -> str:
-        # A host that cannot prove that its model computes with what it was given shares no KV.
+        # A host that cannot prove that its model computes with the given weights shares no KV.
         proven = getattr(self._target, "proven", True)
         return self.weight_state.held.kv_name if proven else local_fingerprint()
 
@@ -569,19 +568,19 @@ class WorkerSession:
         handed = NotedTensors(held.tensors)
         previous = state.held
         if previous.judged is None:
-            # Its first weights have the form that the model had when it was first judged.
+            # The first weights have the form that the model had when an update was first judged.
             previous = replace(previous, judged=held.judged)
         touched = False
         try:
             if held.judged is not None:
-                # Coverage was proven for the model as it was then.
+                # Coverage was proven for the model as it was when the plan was judged.
                 check_unchanged(held.judged, self.schema())
             if self._keep_previous and previous.tensors is None and not state.empty:
                 previous = replace(previous, tensors=self._target.capture())
             touched = True
             self._target.apply(handed)
             pending.update.seconds["commit"] = time.monotonic() - begun
-            # Within: an interrupt between the two would leave new weights under the old label.
+            # Inside `try`: an interrupt after `apply` would leave new weights under the old label.
             # Observers come after: the publisher waits for the ack, with a deadline.
             state.applied(pending, previous, keep=self._keep_previous)
         except BaseException as error:
@@ -610,13 +609,13 @@ class WorkerSession:
         touched: bool = True,
         last_read: str | None = None,
     ) -> Failure:
-        """Apply the previous set again, and return what the caller of `commit_pending` shall see.
+        """Apply the previous set again, and return the failure for the caller of `commit_pending`.
 
         Args:
             pending: The commit that failed, or the rollback that was ordered.
-            previous: What the model had.
+            previous: The set that the model had.
             cause: Why the commit failed; None: the publisher has ordered a rollback.
-            touched: Whether the model may have been changed.
+            touched: True if the model may have been changed.
             last_read: The tensor that the target had read last.
         """
         undone = pending.update.version
@@ -667,13 +666,13 @@ class WorkerSession:
         except SchemaError as error:
             if error.piece is not None:
                 raise
-            # No update can be taken here at all, which says nothing of any tensor.
+            # The target takes no update at all: no statement about any tensor.
             return
         if held.judged is not None and schema is not None:
             check_has(held.judged, held.tensors, schema, self._present)
 
     def _await_finish(self, committed: Pending[StagedUpdate]) -> Failure | None:
-        """Wait until every rank has committed; between two of them no step may run."""
+        """Wait until every rank has committed; no step may run while ranks differ."""
         state = self.weight_state
 
         def settled() -> bool:
@@ -682,10 +681,10 @@ class WorkerSession:
         state.changed.wait_for(settled, self._deadline_s)
         with state.changed:
             if not settled():
-                # Others may not have committed: this rank must not serve new weights alone.
+                # Other ranks may not have committed: this one must not serve new weights alone.
                 reason = f"not released within {self._deadline_s:g} s"
                 state.rollback(committed.update.round_id, reason)
-            # Else it was finished, and the next commit may be pending already.
+            # Else the commit was finished, and the next one may be pending already.
             rollback = state.pending
             if rollback is None or rollback.rollback_reason is None:
                 return None

@@ -32,8 +32,8 @@ class Staging:
 
     Args:
         layout: The update.
-        copies: Whether tensors must be copied before `load_weights` returns; otherwise views of
-            the engine's memory are kept.
+        copies: True: tensors must be copied before `load_weights` returns; False: views of the
+            engine's memory are kept.
         on_progress: Called with the number of bytes staged so far after each call.
     """
 
@@ -55,22 +55,22 @@ class Staging:
         self._stopped = reason
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Stage tensors; the callable that engines are given.
+        """Stage tensors; engines get this callable.
 
         Args:
             weights: Pairs of name and tensor, any number of them, in any order.
 
         Returns:
-            The names that were staged.
+            The staged names.
 
         Raises:
             RoundAbortedError: The round is over.
-            ManifestError: A name that the plan does not have, or one that came before.
+            ManifestError: A name that the plan does not have, or a name delivered twice.
             SchemaError: Another dtype or shape than planned.
             EngineError: A tensor without memory.
             StagingMemoryError: No memory left.
         """
-        # Also for no tensors: an engine that prepares asks this way whether to go on.
+        # Also for no tensors: an engine that prepares checks this way that the round goes on.
         self._check_stopped()
         layout, staged = self._layout, set()
         for name, tensor in weights:
@@ -100,7 +100,7 @@ class Staging:
 
     def _stage(self, name: str, tensor: torch.Tensor) -> None:
         try:
-            # An object of our own: the engine may point its own elsewhere when this returns.
+            # A separate object: the engine may point its own elsewhere when this returns.
             kept = tensor.detach()
             if not self._copies:
                 digested = digest(kept, self._algorithm)
@@ -119,7 +119,7 @@ class Staging:
         self.nbytes += kept.nbytes
 
     def digest_again(self) -> None:
-        """Digest all that was staged once more: its engine could have written there meanwhile.
+        """Digest all staged tensors once more: the engine could have written to them meanwhile.
 
         Raises:
             RoundAbortedError: The round is over.
@@ -131,7 +131,7 @@ class Staging:
             self._digests[name] = digest(tensor, self._algorithm)
 
     def digests(self) -> list[str]:
-        """Return the digests of what has arrived, in plan order.
+        """Return the digests of the arrived pieces, in plan order.
 
         Raises:
             IncompleteUpdateError: Pieces never arrived.
@@ -153,8 +153,8 @@ class Staging:
             sent: The trainer's digests, in plan order, once `digests` has returned this worker's.
 
         Raises:
-            ManifestError: They are not as many as the pieces.
-            ProtocolError: They are the same: the publisher has contradicted itself.
+            ManifestError: The digests are not as many as the pieces.
+            ProtocolError: The digests are the same: the publisher has contradicted itself.
         """
         own = self.digests()
         if len(sent) != len(own):
@@ -196,7 +196,7 @@ class Staging:
 
 
 def _check_memory(name: str, tensor: torch.Tensor) -> None:
-    # To read on behind the end of a storage would end the process.
+    # A read past the end of a storage would kill the process.
     if tensor.is_meta or lacks_memory(tensor):
         raise EngineError(
             f"the engine delivered {name!r} without all of its memory: its storage was freed or "

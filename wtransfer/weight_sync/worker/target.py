@@ -1,4 +1,4 @@
-"""Where a worker's weights go: a module, or a state dict."""
+"""Targets of a worker's weights: a module, or a state dict."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-# Of a model's many tensors most have the form of others.
+# Most of a model's tensors have the form of others.
 _spec = functools.lru_cache(maxsize=4096)(TensorSpec)
 
 SMALL_NBYTES = 16 << 10
@@ -57,16 +57,16 @@ class StateDictTarget:
             whose addresses are in use (by a captured graph, an optimizer's flat buffer). An update
             must not lie in the model's own memory, ever.
             Tensors that cannot adopt (on a device, not contiguous, shared with another process,
-            parts of a flat buffer, made in inference mode) are copied either way, and so are those
-            of which anything else in this process holds the memory: a view of it computes with
-            what was sent, too. Staged tensors that cannot be adopted (of another dtype or device,
+            parts of a flat buffer, made in inference mode) are copied either way, and so are
+            tensors whose memory anything else in this process holds: a view of it computes with
+            the new weights, too. Staged tensors that cannot be adopted (of another dtype or device,
             parts of a larger buffer) are copied to fresh memory.
 
     Raises:
-        SchemaError: Tensors that nothing can be written to: on the meta device, lazy, expanded,
+        SchemaError: Tensors that cannot be written to: on the meta device, lazy, expanded,
             sparse, quantised, wrappers of others, freed ones.
 
-    Cost: about 5 us per tensor, beside what is copied.
+    Cost: about 5 us per tensor, beside the copies.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], commit: CommitMode = "adopt") -> None:
@@ -75,7 +75,7 @@ class StateDictTarget:
         self._mapping = tensors
         self._commit = commit
         self._adopted: dict[int, list[weakref.ref[torch.Tensor]]] = {}
-        """Memory that tensors were pointed to: its address -> what versions consist of it."""
+        """Memory that tensors were pointed to: its address -> versions' tensors in it."""
         self._storages()
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -121,7 +121,7 @@ class StateDictTarget:
                 else:
                     self._move_versions(tensor)
                     _overwrite(tensor, staged)
-            # Within `parametrize.cached()` weights are kept that were computed from the old ones.
+            # `parametrize.cached()` keeps weights that were computed from the old ones.
             parametrize._cache.clear()  # noqa: SLF001
 
     def present(self) -> Mapping[str, torch.Tensor]:
@@ -138,7 +138,7 @@ class StateDictTarget:
                 points, own = self._points(name, storages), tensor.detach()
                 found[name] = own if points else _copied(torch.empty_like(own), own)
                 if points:
-                    # As after an update with what is captured: it does not count as a holder.
+                    # As after an update with the capture, which then does not count as a holder.
                     self._point(name, storages, own, set())
         return found
 
@@ -149,7 +149,7 @@ class StateDictTarget:
         return {each: self._adopted[each] for each in found if each in self._adopted}
 
     def _points(self, name: str, storages: Storages) -> bool:
-        """Return whether an update points a tensor to staged memory, else it is written."""
+        """Return True if an update points a tensor to staged memory; False: it is written."""
         if self._commit == "copy":
             return False
         tensor = storages.tensors[name]
@@ -157,13 +157,13 @@ class StateDictTarget:
         # To copy a small tensor takes no longer than to point it elsewhere.
         if not is_adopted and (tensor.nbytes <= SMALL_NBYTES or not stands_alone(tensor)):
             return False
-        # What else holds the memory would be left behind, with the old weights.
+        # Any other holder of the memory would be left behind, with the old weights.
         return num_holders(tensor) == len({id(each) for each in _named(name, storages)})
 
     def _point(self, name: str, storages: Storages, staged: torch.Tensor, taken: set[int]) -> None:
         """Point a tensor and its ties at the memory of a staged one, of which a version consists.
 
-        It is known under a storage of its own, so that its holders are those of the model.
+        The memory gets a storage of its own, so that its holders are those of the model.
         """
         new = _whole(staged, storages.tensors[name], taken)
         if new.data_ptr() == staged.data_ptr():
@@ -210,8 +210,8 @@ class ModuleTarget(StateDictTarget):
     def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write every given tensor, then call the hooks that ``load_state_dict`` would have called.
 
-        These are those of ``Module.register_load_state_dict_post_hook``: what a module derives
-        from its weights is derived from the present ones, also after a commit that was undone.
+        The hooks are those of ``Module.register_load_state_dict_post_hook``: a module derives its
+        values from the present weights, also after a commit that was undone.
 
         Raises:
             KeyError: A name that the schema does not have.
@@ -225,10 +225,10 @@ class ModuleTarget(StateDictTarget):
 
 
 class NotedTensors(Mapping[str, torch.Tensor]):
-    """A read-only mapping that notes which tensor was read last: the one at which a target failed.
+    """A read-only mapping that notes the tensor read last: the one at which a target failed.
 
     Args:
-        tensors: What it holds.
+        tensors: The tensors.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -259,7 +259,7 @@ def _whole(staged: torch.Tensor, like: torch.Tensor, taken: set[int]) -> torch.T
         fresh = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         staged = _copied(fresh, staged)
     elif staged.numel():
-        # A storage of its own: what moves the model's in place (`share_memory`, sending it to
+        # A storage of its own: an in-place move of the model's (`share_memory`, sending it to
         # another process) must not move the version that a rollback would apply.
         staged = torch.from_numpy(byte_view(staged)).view(staged.dtype).view(staged.shape)
     taken.add(staged.data_ptr())
@@ -287,7 +287,7 @@ def _copied(tensor: torch.Tensor, staged: torch.Tensor) -> torch.Tensor:
 def as_target(
     model: nn.Module | Mapping[str, torch.Tensor] | WeightTarget, commit: CommitMode
 ) -> WeightTarget:
-    """Return a target for what a user hands in: a module, a mapping, or a target."""
+    """Return a target for a user's argument: a module, a mapping, or a target."""
     if isinstance(model, torch.nn.Module):
         return ModuleTarget(model, commit)
     if isinstance(model, Mapping):
@@ -310,7 +310,7 @@ def _check_writable(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _check_reached(module: nn.Module) -> None:
-    """Raise unless what is written to the tensors of a module's state reaches the module."""
+    """Raise unless writes to the tensors of a module's state reach the module."""
     state, again = (unwrap(module).state_dict(keep_vars=True) for _ in range(2))
     wrong = [
         f"{name}: {why}"
@@ -330,8 +330,8 @@ def _unreached(entry: object, again: object) -> str | None:
     """Return why no update reaches an entry of a state; None if one does.
 
     Args:
-        entry: What the state has under a name.
-        again: What it has there when it is asked once more.
+        entry: The state's entry under a name.
+        again: The entry of a second ``state_dict()`` under that name.
     """
     if entry is again and isinstance(entry, torch.Tensor):
         return None
@@ -343,7 +343,7 @@ def _unreached(entry: object, again: object) -> str | None:
 
 
 def _check_not_folded() -> None:
-    # Not imported here: that takes long, and what was not imported has compiled nothing.
+    # Not imported here: the import is slow, and without it torch has compiled nothing.
     config = sys.modules.get("torch._inductor.config")
     if getattr(config, "freezing", False):
         raise SchemaError(
@@ -364,7 +364,7 @@ def _schema_error(text: str, wrong: list[str]) -> SchemaError:
 
 
 def _unwritable(tensor: torch.Tensor) -> str | None:
-    """Return why nothing can be written to a tensor; None if it can."""
+    """Return why a tensor cannot be written to; None if it can."""
     if is_lazy(tensor):
         return "not initialized yet (lazy)"
     if tensor.is_meta:
@@ -386,7 +386,7 @@ _NO_MEMORY = "without all of its memory: its storage was freed or cut"
 
 
 def _only_wraps(tensor: torch.Tensor) -> bool:
-    # A DTensor does, too, and takes an update all the same.
+    # A DTensor wraps others, too, and takes an update all the same.
     return not hasattr(tensor, "full_tensor") and memory_address(tensor) is None
 
 

@@ -1,7 +1,7 @@
-"""What a worker holds, held before and is about to hold: its state in the two-phase commit.
+"""A worker's present, previous and next weights: its state in the two-phase commit.
 
-Every event is one method of `WeightState`, one step under one lock; none of them waits, moves a
-byte or touches the model.
+Every event is one method of `WeightState`, one step under one lock; no event waits, moves a byte
+or touches the model.
 
 ==================  ==========  ============================  =====================================
 event               thread      takes effect if               effect
@@ -29,7 +29,7 @@ rollback            channel,    it means the last commit      *pending*: the pre
                                                               applied: as above, after `applied`
 discard             model       a set is pending              dropped; sends `Ack`
 weights_lost        model                                     no set is held (*empty*); sends
-                                                              `Lost`; what is pending stays
+                                                              `Lost`; the pending set stays
 close               any                                       everything is dropped
 ==================  ==========  ============================  =====================================
 """
@@ -71,9 +71,9 @@ class WeightSet:
     tensors: Mapping[str, torch.Tensor] | None = None
     """The weights themselves, where they can be applied again."""
     casts: str = ""
-    """What `check_fit` says of the tensors that are cast as they are applied."""
+    """Digest, by `check_fit`, of the tensors that are cast as they are applied."""
     judged: Mapping[str, TensorSpec] | None = None
-    """The model's schema when the set was judged; None: it had none, or no update was judged."""
+    """The model's schema when the set was judged; None: no schema, or no update was judged."""
 
     @property
     def verified(self) -> str | None:
@@ -82,10 +82,10 @@ class WeightSet:
 
     @property
     def kv_name(self) -> str:
-        """Identity of what the model computes with, as KV cache is named by it.
+        """Identity of the weights that the model computes with, as in the names of KV cache.
 
-        Models of different dtypes cast one update to different weights. Its fingerprint does not
-        show that, so the name contains the casts.
+        Models of different dtypes cast one update to different weights. The fingerprint does not
+        show the casts, so the name contains them.
         """
         if not self.casts:
             return self.fingerprint
@@ -112,7 +112,7 @@ class Answered(Protocol):
 
     @property
     def connected(self) -> bool:
-        """Whether it is reached right now."""
+        """True if the publisher is reached right now."""
 
     def send(self, message: msgspec.Struct) -> None:
         """Take an answer; on any of the worker's threads."""
@@ -128,7 +128,7 @@ class Update(Protocol):
     seconds: dict[str, float]
 
     def drop(self, reason: str) -> None:
-        """Release everything that is staged."""
+        """Release all staged tensors."""
 
 
 TUpdate = TypeVar("TUpdate", bound=Update)
@@ -136,12 +136,12 @@ TUpdate = TypeVar("TUpdate", bound=Update)
 
 @dataclass(frozen=True)
 class Pending(Generic[TUpdate]):
-    """What ``commit_pending`` has to do: apply a verified set, or the previous one again."""
+    """The task of ``commit_pending``: apply a verified set, or the previous one again."""
 
     update: TUpdate
     """The update whose commit was ordered."""
     held: WeightSet
-    """What the model shall consist of."""
+    """The set to apply."""
     rollback_reason: str | None = None
     """Why to roll back; None: this is a commit."""
     since: float = field(default_factory=time.monotonic)
@@ -153,8 +153,8 @@ class WeightState(Generic[TUpdate]):
     Args:
         num_ranks: Ranks of the serving instance, which commit all or none.
         send: Sends a message to the publisher; must neither wait nor raise. Called under the lock:
-            publishers take the last message for what is held, so messages leave in the order of
-            the events that they report.
+            publishers take the last message for the held version, so messages leave in the order
+            of the events that they report.
     """
 
     def __init__(
@@ -163,16 +163,16 @@ class WeightState(Generic[TUpdate]):
         self.changed = Changed()
         """The lock; notified after every event that a thread may wait for."""
         self.held = unknown_weights()
-        """What the model consists of."""
+        """The set that the model consists of."""
         self.update: TUpdate | None = None
         """The round that is being staged."""
         self.pending: Pending[TUpdate] | None = None
-        """What the model's thread has to do."""
+        """The task of the model's thread."""
         self.num_dropped = 0
         """Late or repeated messages that were dropped."""
         self.closed = False
         self.empty = False
-        """Whether the model's weights belong to no known version: the worker must not serve."""
+        """True if the model's weights belong to no known version: the worker must not serve."""
         self._num_ranks = num_ranks
         self._send = send
         self._next_seq = 0
@@ -181,23 +181,23 @@ class WeightState(Generic[TUpdate]):
         self._differs = False
         self._applying = False
         self._rollback_after: str | None = None
-        """Why to roll back what is being applied, as soon as it is."""
+        """Why to roll back the set that is being applied, as soon as it is."""
         self._unfinished: Pending[TUpdate] | None = None
         """The last commit, until its `Finish`."""
         self._previous: WeightSet | None = None
-        """What the model had before that commit."""
+        """The set that the model had before that commit."""
         self._behind = False
         self._applied = ""
         """The last round whose commit stands."""
         self._unsaid: tuple[Pending[TUpdate], str, Exception | None] | None = None
-        """The outcome that the publisher has yet to be told."""
+        """The outcome whose ack is not sent yet."""
 
     @property
     def state(self) -> str:
         """``fresh``, ``serving``, ``pending``, ``behind`` or ``empty``.
 
-        A host asks whether it may serve. So *empty* comes first, also while a set is pending that
-        would end it.
+        A host reads it to decide about serving. So *empty* comes first, also while a set is pending
+        that would end it.
         """
         if self.empty:
             return "empty"
@@ -209,21 +209,22 @@ class WeightState(Generic[TUpdate]):
 
     @property
     def state_for_publisher(self) -> str:
-        """The state as publishers are told it.
+        """The state in messages to publishers.
 
-        They ask whether they may send, and nothing can be staged while a set is pending. So
-        *pending* comes first; an empty worker shows by its fingerprint that it holds nothing.
+        A publisher reads it to decide about sending, and nothing can be staged while a set is
+        pending. So *pending* comes first; the fingerprint of an empty worker shows that it holds
+        nothing.
         """
         return "pending" if self.pending is not None else self.state
 
     @property
     def busy(self) -> bool:
-        """Whether a round is being staged, or a set is pending."""
+        """True if a round is being staged, or a set is pending."""
         return self.update is not None or self.pending is not None
 
     @property
     def finished(self) -> bool:
-        """Whether no publisher may still order a rollback of the last commit."""
+        """True if no publisher may still order a rollback of the last commit."""
         return self._unfinished is None
 
     # -- the publisher's messages
@@ -271,7 +272,7 @@ class WeightState(Generic[TUpdate]):
     def commit(self, round_id: str) -> None:
         """Leave the verified set to the model's thread."""
         with self.changed:
-            # Never before the vote, and never in the place of what is pending: a rollback that the
+            # Never before the vote, and never in the place of a pending set: a rollback that the
             # model's thread has not seen would be forgotten.
             update = self._current(round_id, self._verified and self.pending is None)
             if update is None or self.closed:
@@ -310,9 +311,9 @@ class WeightState(Generic[TUpdate]):
     def publisher_lost(self) -> Pending[TUpdate] | None:
         """Choose the old version for a rank of several whose commit is not finished.
 
-        A worker by itself keeps what is pending: it is verified and its commit was ordered. In an
+        A worker by itself keeps the pending set: it is verified and its commit was ordered. In an
         instance of several ranks no process knows any more which ranks were told to commit. So
-        every rank chooses alike: one that has applied rolls back, any other drops the set.
+        every rank chooses alike: a rank that has applied rolls back, any other drops the set.
 
         Returns:
             The set, if it was dropped.
@@ -328,7 +329,7 @@ class WeightState(Generic[TUpdate]):
 
         Args:
             reason: Why.
-            round_id: The round that is meant; None: whichever it is.
+            round_id: The round to end; None: any.
         """
         with self.changed:
             update = self.update
@@ -369,7 +370,7 @@ class WeightState(Generic[TUpdate]):
     # -- the thread that owns the model
 
     def begin(self) -> Pending[TUpdate] | None:
-        """Return what the model's thread has to do; it is being applied from here on."""
+        """Return the task of the model's thread; its set is being applied from here on."""
         with self.changed:
             self._applying = self.pending is not None
             return self.pending
@@ -378,16 +379,16 @@ class WeightState(Generic[TUpdate]):
         """Record that the model consists of a new set.
 
         Args:
-            pending: What was applied.
-            previous: What the model had, for a rollback.
-            keep: Whether the set may be needed again, should the next one fail.
+            pending: The task that was done.
+            previous: The set that the model had, for a rollback.
+            keep: True if the set may be needed again, should the next one fail.
         """
         with self.changed:
             held, round_id = pending.held, pending.update.round_id
             if self.closed or not keep:
                 held = held.without_tensors()
-            # From here to the last assignment nothing is called: a signal handler that raises does
-            # so before all of this or after it (see `Changed`).
+            # No call from here to the last assignment: a signal handler that raises does so before
+            # all assignments or after them (see `Changed`).
             self.held = held
             if self._num_ranks > 1 and not self.closed:
                 # Only another rank's failure can make a publisher order a rollback.
@@ -399,13 +400,14 @@ class WeightState(Generic[TUpdate]):
             self._follow_up()
 
     def has_applied(self, pending: Pending[TUpdate]) -> bool:
-        """Return whether `applied` was recorded: whatever is raised since, the commit stands."""
+        """Return True if `applied` was recorded: the commit stands, even if an error follows."""
         return self._applied == pending.update.round_id
 
     def interrupted(self) -> None:
-        """Let go of what was being applied, after an interrupt in between.
+        """Note that an interrupt has ended the apply.
 
-        What was recorded is told the publisher, who waits for it; what was not is still pending.
+        A recorded outcome is sent to the publisher, which waits for it; without one the set is
+        still pending.
         """
         with self.changed:
             self._applying = False
@@ -418,16 +420,16 @@ class WeightState(Generic[TUpdate]):
 
         Args:
             pending: The commit that failed, or the rollback that was ordered.
-            previous: What the model had before.
+            previous: The set that the model had before.
             error: Why.
-            restored: Whether it has that again, whole.
+            restored: True if the model has that set again, whole.
         """
         with self.changed:
             held = previous if restored else previous.lost()
             if self.closed:
                 held = held.without_tensors()
             outcome = "restored" if pending.rollback_reason is None else "reverted"
-            # As in `applied`: all of this or nothing.
+            # As in `applied`: all assignments or none.
             self.held = held
             self.pending = self._rollback_after = None
             self._unfinished = self._previous = None
@@ -451,7 +453,7 @@ class WeightState(Generic[TUpdate]):
     def weights_lost(self, reason: str) -> None:
         """Record that the model's weights belong to no known version, until the next commit.
 
-        What is pending stays: it is whole, and does not rest on what was lost.
+        Keep the pending set: it is complete by itself, without the lost weights.
         """
         with self.changed:
             self.held = self.held.lost()
@@ -459,7 +461,7 @@ class WeightState(Generic[TUpdate]):
             self._send(Lost(self.held.fingerprint, self.state_for_publisher, reason))
 
     def close(self) -> Pending[TUpdate] | None:
-        """Drop everything; return what was pending, and is not being applied."""
+        """Drop everything; return the pending task, unless its set is being applied."""
         with self.changed:
             self.closed = True
             pending, self.pending = self.pending, None
@@ -469,10 +471,10 @@ class WeightState(Generic[TUpdate]):
             return None if self._applying else pending
 
     def _follow_up(self) -> None:
-        """Say what was recorded, and order the rollback that was waiting for it.
+        """Send the ack of a recorded outcome, and order the rollback that was waiting for it.
 
-        Each only once: a step that an interrupt has cut short is taken again by the next call. An
-        ack that is sent twice says the same.
+        Once for each outcome: the next call repeats a step that an interrupt has cut short. An ack
+        that is sent twice says the same.
         """
         if self._unsaid is not None:
             self._ack(*self._unsaid)

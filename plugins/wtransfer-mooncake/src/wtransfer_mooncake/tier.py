@@ -1,6 +1,6 @@
 """Tier ``mooncake``: blocks in the memory of the hosts of a Mooncake store.
 
-The store's client is native code. It ends the process when it is called before ``setup`` or after
+The store's client is native code. The client ends the process when called before ``setup`` or after
 ``close``, so `MooncakeTier` lets no call through then. Its calls release the interpreter's lock,
 and end by themselves: after about 5 seconds where the master's port is closed, after 30 where a
 process is stopped; ``close`` takes a minute then.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 CONNECT_S = 5.0
-"""Longest that the first connection to the master may take, in seconds."""
+"""Longest wait for the first connection to the master, in seconds."""
 
 _PREFIX = "wtransfer-"
 _NOT_FOUND = -704
@@ -62,9 +62,10 @@ class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     segment_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 1 << 30
     """Memory that each worker gives to the store, in steps of 16 MiB; 0: none."""
     local_hostname: Annotated[str, msgspec.Meta(pattern=r"^[^\s:]*$")] = ""
-    """Address at which other hosts reach this one; empty: that from which it reaches the master."""
+    """Address at which other hosts reach this one; empty: the one from which it reaches the
+    master."""
     protocol: Literal["tcp", "rdma"] = "tcp"
-    """How blocks travel."""
+    """Transport of blocks."""
     rdma_devices: str = ""
     """Names of devices for ``rdma``, separated by commas."""
 
@@ -72,9 +73,9 @@ class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class MooncakeTier(Tier):
     """Keeps blocks in a Mooncake store.
 
-    An object gives memory to the store from its first `register_memory` or `put` on. So workers
-    give some; a scheduler's object, which only looks up, gives none. After a False of `get` or
-    `get_many` the contents of `into` are undefined.
+    An object gives memory to the store from its first `register_memory` or `put` on. So objects of
+    workers give some; a scheduler's object, which only looks up, gives none. After a False of `get`
+    or `get_many` the contents of `into` are undefined.
 
     Args:
         options: `MooncakeOptions`.
@@ -104,7 +105,7 @@ class MooncakeTier(Tier):
         self._registered: int | None = None
         self._counts: Counter[str] = Counter()
         self._store = _connected(self._options)
-        # A thread that comes back from the client while the interpreter ends would abort it.
+        # A thread that returns from the client while the interpreter ends would abort it.
         atexit.register(self.close)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -115,15 +116,15 @@ class MooncakeTier(Tier):
         return [code == 1 for code in found]
 
     def put(self, key: bytes, data: memoryview) -> None:
-        """Write one block, in the place of what its key had."""
+        """Write one block, in place of its key's former value."""
         self.put_many([(key, data)])
 
     def put_many(self, items: Sequence[tuple[bytes, memoryview]]) -> None:
         """Write blocks.
 
         Raises:
-            MooncakeError: One could not be written. Where memory is full, the master evicts what
-                was not read for longest, a little later.
+            MooncakeError: A block could not be written. Where memory is full, the master evicts
+                the blocks unread for longest, a little later.
         """
         self._mount()
         with self._call():
@@ -219,7 +220,7 @@ def _connected(options: MooncakeOptions) -> Any:
         ) from error
     host, _, port = options.master.partition(":")
     try:
-        # The client itself would try for longer, and does not say what is wrong.
+        # The client itself would try for longer, and reports no cause.
         with socket.create_connection((host, int(port)), CONNECT_S) as connection:
             own_host, own_port = connection.getsockname()[:2]
     except (OSError, OverflowError) as error:
@@ -236,7 +237,7 @@ def _connected(options: MooncakeOptions) -> Any:
         "protocol": options.protocol,
         "rdma_devices": options.rdma_devices,
         "global_segment_size": "0",
-        # All calls here copy from and to the caller's memory.
+        # Every call here copies from and to the caller's memory.
         "local_buffer_size": "0",
     }
     if code := store.setup(settings):

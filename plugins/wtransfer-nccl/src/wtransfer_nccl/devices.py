@@ -1,4 +1,4 @@
-"""Which device this process uses, and what is missing where it cannot."""
+"""Choice of this process's device, and the report of what is missing where none can be used."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ cuda: Any = torch.cuda  # of which torch leaves much untyped
 
 
 class Lane:
-    """A device, and a stream of one's own on it; on the CPU, which has none, just the device.
+    """A device, and a private stream on it; on the CPU, which has none, just the device.
 
-    The engine's copies, digests and broadcasts run beside what the trainer and the model run.
+    The engine's copies, digests and broadcasts run beside the work of the trainer and the model.
 
     Args:
         device: With a number, if it is CUDA's.
@@ -37,12 +37,12 @@ class Lane:
 
     @property
     def on_cuda(self) -> bool:
-        """Whether the device is a GPU."""
+        """True if the device is a GPU."""
         return self._stream is not None
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Let this thread's work go to the device, on the stream of one's own."""
+        """Let this thread's work go to the device, on the private stream."""
         if self._stream is None:
             yield
             return
@@ -50,16 +50,16 @@ class Lane:
             yield
 
     def settle(self) -> None:
-        """Wait until all that was begun on the device has ended, whoever began it.
+        """Wait until all work begun on the device has ended, on any stream.
 
-        What comes after may read what others wrote, and write where others have read, on streams
-        that we do not know.
+        The work that follows may read what others wrote, and write where others have read, on
+        streams that are unknown here.
         """
         if self._stream is not None:
             cuda.synchronize(self.device)
 
     def finish(self) -> None:
-        """Wait until all that was begun on the own stream has ended."""
+        """Wait until all work on the private stream has ended."""
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -68,7 +68,7 @@ class Lane:
 
         Args:
             nbytes: Bytes needed.
-            what: What they are for, to start the sentence.
+            what: Purpose of the bytes, to start the sentence.
 
         Raises:
             StagingMemoryError: With both numbers.
@@ -77,7 +77,7 @@ class Lane:
             require_memory(nbytes, what)
             return
         free, total = cuda.mem_get_info(self.device)
-        # What torch keeps for later, it can use for this.
+        # Memory that torch keeps in its cache is usable for this as well.
         free += cuda.memory_reserved(self.device) - cuda.memory_allocated(self.device)
         if nbytes > free:
             raise StagingMemoryError(
@@ -90,7 +90,7 @@ def require_nccl() -> None:
     """Raise unless NCCL can be used here.
 
     Raises:
-        GroupError: Everything that is missing is named.
+        GroupError: NCCL cannot be used; everything that is missing is named.
     """
     missing = []
     if not torch.distributed.is_available():
@@ -111,7 +111,7 @@ def trainer_lane(communicator: str, device: str) -> Lane:
     """Return the trainer's lane.
 
     Args:
-        communicator: What the group consists of.
+        communicator: ``nccl`` or ``gloo``.
         device: The option.
 
     Raises:
@@ -124,7 +124,7 @@ def worker_lane(communicator: str, rank: int) -> Lane:
     """Return a worker's lane: as the environment says, else by its rank in its instance.
 
     Args:
-        communicator: What the group consists of.
+        communicator: ``nccl`` or ``gloo``.
         rank: Rank within the instance.
 
     Raises:
@@ -149,7 +149,7 @@ def _cuda_device(text: str, default: int, num_devices: int) -> torch.device:
         raise GroupError(f"device is {text!r}, NCCL needs 'cuda' or 'cuda:NUMBER'")
     index = device.index if ":" in text else None
     if index is None:
-        # With one process per device that sees only its own, whatever the rank says.
+        # A process that sees only its own device takes that one, whatever its rank.
         local_rank = os.environ.get(LOCAL_RANK_VARIABLE, str(default))
         if not local_rank.isdecimal():
             raise GroupError(f"{LOCAL_RANK_VARIABLE} is {local_rank!r}, expected a number")

@@ -1,10 +1,10 @@
 """Engine ``nccl``: weights from the trainer's GPU to the workers', on one or several hosts.
 
-How engines move tensors by collectives is said in `wtransfer.engines.collective`. What this one
-adds: memory of devices, a stream of its own, digests that are computed on the device (``wsum64``),
-and a group by NCCL, or by gloo (`communicator`) where there is no GPU: all else is the same code.
+`wtransfer.engines.collective` describes how engines move tensors by collectives. This engine adds
+memory of devices, a stream of its own, digests that are computed on the device (``wsum64``), and a
+group by NCCL, or by gloo (`communicator`) where there is no GPU: all else is the same code.
 
-What travels is neither encrypted nor authenticated: use a network of your own.
+Tensors are neither encrypted nor authenticated on their way: use a network of your own.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class NCCLWeightTransferEngine(CollectiveWeightTransferEngine[NCCLWeightTransfer
         init_info.check_joinable()
         self._lane = worker_lane(init_info.communicator, self.parallel_config.rank)
         self._info = init_info
-        # Of the class for all but one way to stage, which is known only now.
+        # The class's value for all but one way to stage, which is known only now.
         self.tensors_valid_until = (  # type: ignore[misc]
             "return" if init_info.atomic == "none" else "round"
         )
@@ -93,7 +93,7 @@ class NCCLWeightTransferEngine(CollectiveWeightTransferEngine[NCCLWeightTransfer
         )
 
     def make_room(self, nbytes: int) -> str:
-        """Check the memory that an update is to be staged in, and say which that is."""
+        """Check the memory that an update is to be staged in, and return its name."""
         lane, info = self._entered_lane(), self._joined()
         what = "staging an update"
         if info.atomic == "pinned":
@@ -121,7 +121,7 @@ class NCCLWeightTransferEngine(CollectiveWeightTransferEngine[NCCLWeightTransfer
         return DeviceBuffers(layout, lane)
 
     def receive_weights(self, update_info: CollectiveUpdateInfo, load_weights: LoadWeights) -> None:
-        """Receive the whole update on the own stream, and hand out views bucket by bucket.
+        """Receive the whole update on the private stream, and hand out views bucket by bucket.
 
         Raises:
             GroupError: A rank is gone, or the group was aborted.
@@ -132,7 +132,7 @@ class NCCLWeightTransferEngine(CollectiveWeightTransferEngine[NCCLWeightTransfer
         with contextlib.nullcontext() if lane is None else lane.entered():
             super().receive_weights(update_info, load_weights)
         if lane is not None:
-            # Whoever reads the tensors next does so on another stream.
+            # The tensors' next reader works on another stream.
             lane.finish()
 
     def _entered_lane(self) -> Lane:

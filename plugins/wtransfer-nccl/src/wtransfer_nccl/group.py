@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 dist: Any = torch.distributed  # whose groups torch does not declare
 
 POLL_S = 0.0001
-"""Time between two looks at an operation under way."""
+"""Time between two checks of an operation under way, in seconds."""
 
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _CLEAN_UP_ONLY = "2"
@@ -53,15 +53,15 @@ def form(
 
     Args:
         kind: ``nccl`` or ``gloo``.
-        rendezvous: Where the ranks meet; used up by this group.
-        rank: This process's rank.
+        rendezvous: Meeting place of the ranks; used up by this group.
+        rank: Rank of this process.
         size: Ranks of the group.
-        device: Of this rank's tensors.
+        device: Device of this rank's tensors.
         timeout_s: Longest wait for the other ranks, in seconds.
-        operation_timeout_s: When torch gives an operation up by itself, in seconds.
+        operation_timeout_s: Time after which torch gives an operation up by itself, in seconds.
 
     Raises:
-        GroupError: It cannot be formed.
+        GroupError: The group cannot be formed.
         StallError: Ranks are missing.
     """
     if kind == "nccl":
@@ -103,16 +103,16 @@ class NCCLPending:
         self._tensor = tensor
 
     def wait(self, check: Callable[[], object] = _go_on) -> None:
-        """Wait until the device has done it, not only until a stream would wait for it.
+        """Wait until the device has done the operation, not only until a stream would wait for it.
 
-        An operation that an abort has cut off looks done to the device; whether it was is not
-        asked of NCCL but of the digests.
+        An operation that an abort has cut off looks done to the device; the digests show whether
+        it was, not NCCL.
 
         Args:
             check: Called again and again; may raise.
 
         Raises:
-            GroupError: The group was aborted, or torch has given it up.
+            GroupError: The group was aborted, or torch has given the operation up.
         """
         while not self._work.is_completed():
             self._group.check()
@@ -120,25 +120,25 @@ class NCCLPending:
             time.sleep(POLL_S)
         self._group.check()
         try:
-            # The own stream comes after NCCL's; raises what torch's watchdog has found.
+            # The private stream comes after NCCL's; raises errors that torch's watchdog has found.
             self._work.wait()
         except RuntimeError as error:
             raise self._group.failure(f"{error}") from error
 
 
 class NCCLCommunicator:
-    """A group of ranks on GPUs. Made together by all, or by none.
+    """A group of ranks on GPUs. Made together by all ranks, or by none.
 
     An abort ends this rank's operations. Other ranks on the same host may go on waiting for it on
     their device: the control channel has every rank of a failed round abort its own.
 
     Args:
-        rendezvous: Where the ranks meet; used up by this group.
-        rank: This process's rank.
+        rendezvous: Meeting place of the ranks; used up by this group.
+        rank: Rank of this process.
         size: Ranks of the group.
-        device: Of this rank's tensors, with a number.
+        device: Device of this rank's tensors, with a number.
         timeout_s: Longest wait for the other ranks, in seconds.
-        operation_timeout_s: When torch gives an operation up by itself, in seconds.
+        operation_timeout_s: Time after which torch gives an operation up by itself, in seconds.
 
     Raises:
         GroupError: The rank is taken, or NCCL cannot connect.
@@ -161,7 +161,7 @@ class NCCLCommunicator:
         self._aborted = False
         self._lock = threading.Lock()
         deadline = Deadline(timeout_s)
-        # NCCL waits for missing ranks without saying which: so it is asked when all are there.
+        # NCCL waits for missing ranks without naming them: so it is asked when all are there.
         rendezvous.meet(rank, size, timeout_s)
         self._group: Any = None
         try:
@@ -201,7 +201,7 @@ class NCCLCommunicator:
             _abort(group)
 
     def close(self) -> None:
-        """Release the group; what is under way in it fails."""
+        """Release the group; operations under way in it fail."""
         self.abort()
         self._group = None
 
@@ -209,13 +209,13 @@ class NCCLCommunicator:
         """Raise if the group was aborted.
 
         Raises:
-            GroupError: It was.
+            GroupError: The group was aborted.
         """
         if self._aborted or self._group is None:
             raise self.failure("the group was aborted")
 
     def failure(self, why: str) -> GroupError:
-        """Return our error for one of NCCL's."""
+        """Return wtransfer's error for one of NCCL's."""
         return GroupError(f"rank {self.rank} of {self.size}: {why}")
 
     def _begin(self, begin: Callable[[Any], Any], tensor: torch.Tensor) -> NCCLPending:
@@ -242,7 +242,7 @@ class NCCLCommunicator:
         deadline: Deadline,
         operation_timeout_s: float,
     ) -> None:
-        """Broadcast one byte: at its first operation NCCL connects, and shows what is wrong."""
+        """Broadcast one byte: at its first operation NCCL connects, and reports faults."""
         group = self._make(rendezvous.store, operation_timeout_s)
         with self._lock:
             self._group, aborted = group, self._aborted
@@ -261,8 +261,8 @@ def _surviving_errors() -> Iterator[None]:
     """Let a group that is made now survive its errors.
 
     By default torch's watchdog ends the *process* when an operation fails or is late: a worker
-    would die of a lost trainer. It reads the variable when a group is made, so it is set just then;
-    the groups of others keep what they had.
+    would die of a lost trainer. The variable is read when a group is made, so it is set just then;
+    other owners' groups keep what they had.
     """
     with _making_group:
         before = os.environ.get(_ERROR_HANDLING)

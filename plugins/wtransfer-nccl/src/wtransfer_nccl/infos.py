@@ -1,4 +1,4 @@
-"""What trainer and workers tell the engine, and each other, under the field's names."""
+"""Messages of trainer and workers to the engine, and to each other, under the field's names."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from wtransfer.engines.collective import (
 from wtransfer.errors import GroupError
 
 COMMUNICATORS = ("nccl", "gloo")
-"""What a group may consist of."""
+"""Kinds of groups."""
 STAGING = ("device", "pinned", "none")
-"""Where a worker's engine may stage, if it does."""
+"""Places where a worker's engine may stage, if it does."""
 UNIQUE_ID_NBYTES = 128
 """Bytes of NCCL's unique id."""
 BUCKET_NBYTES = 64 << 20
 """Bytes of a bucket: enough for a fast link, and few enough to show progress."""
 OPERATION_TIMEOUT_S = 600.0
-"""When torch gives a bucket up by itself: its own default for NCCL."""
+"""Time after which torch gives a bucket up by itself, in seconds: its own default for NCCL."""
 
 
 @dataclass
 class NCCLWeightTransferInitInfo(CollectiveInitInfo):
-    """Where the ranks meet, and what they must agree on.
+    """Meeting place of the ranks, and the settings that they must agree on.
 
     Exactly one rendezvous is given: address and port, or NCCL's unique id.
     """
@@ -46,18 +46,18 @@ class NCCLWeightTransferInitInfo(CollectiveInitInfo):
     packed_buffer_size_bytes: int = BUCKET_NBYTES
     """Bytes of a bucket, about."""
     timeout_s: float = OPERATION_TIMEOUT_S
-    """When a rank gives a bucket up by itself."""
+    """Time after which a rank gives a bucket up by itself, in seconds."""
     nccl_unique_id_b64: str | None = None
     """Standard base64 of the 128 bytes of an ``ncclUniqueId``."""
     packed: bool = True
-    """Whether tensors travel in buckets; they always do."""
+    """True: tensors travel in buckets, as they always do."""
     packed_num_buffers: int = 2
     """Buckets that the trainer keeps; workers need not know."""
     communicator: str = "nccl"
     """``nccl``, or ``gloo`` for ranks without a GPU."""
     atomic: str = "device"
-    """Where this worker's engine stages: ``device``, ``pinned``, or ``none``: it hands out what is
-    in its buckets, and who takes it stages."""
+    """Staging place of this worker's engine: ``device``, ``pinned``, or ``none``: the engine hands
+    out the contents of its buckets, and the receiver stages."""
 
     def __post_init__(self) -> None:
         check_rendezvous(self.master_address, self.master_port, self.nccl_unique_id_b64)
@@ -91,7 +91,7 @@ class NCCLWeightTransferUpdateInfo(CollectiveUpdateInfo):
     """One update. Tensors are named only where the engine was given no layout."""
 
     packed: bool = False
-    """Whether tensors travel in buckets, as callers of the seed era say it here; they always do."""
+    """Ignored, for callers of the seed era that say it here: tensors always travel in buckets."""
 
 
 @dataclass
@@ -101,10 +101,10 @@ class NCCLTrainerInitInfo(CollectiveTrainerInitInfo):
     backend: ClassVar[str] = "nccl"
 
     packed_buffer_size_bytes: int = BUCKET_NBYTES
-    """Bytes of a bucket, about; each is as large as the largest tensor at least."""
+    """Bytes of a bucket, about; a bucket is at least as large as the largest tensor."""
     timeout_s: float | None = None
-    """When a rank gives a bucket up by itself, if no control channel does, in seconds; None: 600
-    for NCCL, for gloo twice the publisher's deadline."""
+    """Time after which a rank gives a bucket up by itself, if no control channel does, in seconds;
+    None: 600 for NCCL, for gloo twice the publisher's deadline."""
     master_address: str = ""
     """The field's name for `host`."""
     master_port: int = 0
@@ -112,7 +112,7 @@ class NCCLTrainerInitInfo(CollectiveTrainerInitInfo):
     nccl_unique_id_b64: str | None = None
     """Refused: torch's group makes its unique id itself."""
     packed: bool = True
-    """Whether tensors travel in buckets; they always do."""
+    """True: tensors travel in buckets, as they always do."""
     packed_num_buffers: int = 2
     """Buckets in device memory: one is filled while the others travel."""
     communicator: str = "nccl"
@@ -120,7 +120,7 @@ class NCCLTrainerInitInfo(CollectiveTrainerInitInfo):
     device: str = "cuda"
     """This trainer's device; without a number the one of ``LOCAL_RANK``, else the first."""
     atomic: str = "device"
-    """Where workers' engines stage an update: ``device``, ``pinned`` memory, or ``none``."""
+    """Staging place of updates in workers' engines: ``device``, ``pinned`` memory, or ``none``."""
 
     def __post_init__(self) -> None:
         self._take_address()
@@ -184,10 +184,10 @@ def check_rendezvous(address: str, port: int, unique_id: str | None) -> None:
 
 
 def check_choices(communicator: str, atomic: str, *, packed: bool) -> None:
-    """Raise unless these are choices that there are.
+    """Raise unless these are existing choices.
 
     Raises:
-        ValueError: Naming them.
+        ValueError: There is no such choice; the error names it.
     """
     if communicator not in COMMUNICATORS:
         raise ValueError(f"communicator is {communicator!r}, expected one of {COMMUNICATORS}")

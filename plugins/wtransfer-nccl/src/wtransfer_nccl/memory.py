@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 
 class DeviceBuffers:
-    """Memory of a device, in which everything stays where it was received.
+    """Memory of a device, in which every tensor stays where it was received.
 
     Args:
         layout: The update.
         lane: The device.
 
     Raises:
-        StagingMemoryError: There is not that much.
+        StagingMemoryError: There is not that much memory.
     """
 
     def __init__(self, layout: TensorLayout, lane: Lane) -> None:
         self._layout = layout
         self._memory = allocated(layout.nbytes, device=lane.device)
-        # It may be that of an earlier update, which the model's streams have not done with yet.
+        # The memory may be that of an earlier update, which the model's streams may still use.
         lane.settle()
 
     def part(self, start: int, stop: int) -> torch.Tensor:
@@ -40,7 +40,7 @@ class DeviceBuffers:
         return self._memory[start:stop]
 
     def received(self, start: int, stop: int) -> None:
-        """Do nothing: they are there."""
+        """Do nothing: the bytes are in place."""
 
     def views(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield views that keep the whole memory alive."""
@@ -67,7 +67,7 @@ class BucketBuffers:
         lane.settle()
 
     def part(self, start: int, stop: int) -> torch.Tensor:
-        """Return where these bytes of their bucket are to be received.
+        """Return the memory that these bytes of their bucket are received into.
 
         Raises:
             StagingMemoryError: There is no room for the bucket.
@@ -79,13 +79,13 @@ class BucketBuffers:
         return self._memory[number][start - bucket.start : stop - bucket.start]
 
     def received(self, start: int, stop: int) -> None:  # noqa: ARG002  # the first byte tells enough
-        """Let go of the buckets before, which have been taken over."""
+        """Release the earlier buckets, which have been taken over."""
         number = self._number(start)
         for before in [each for each in self._memory if each < number]:
             del self._memory[before]
 
     def views(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield views of the bucket that has arrived last."""
+        """Yield views of the last bucket that has arrived."""
         if bucket.nbytes:
             memory = self._memory[self._number(bucket.start)]
         else:
@@ -107,7 +107,7 @@ class PinnedBuffers:
         lane: The device; where it is the CPU, the memory is not pinned.
 
     Raises:
-        StagingMemoryError: There is not that much.
+        StagingMemoryError: There is not that much memory.
     """
 
     def __init__(self, layout: TensorLayout, part_nbytes: int, lane: Lane) -> None:
@@ -129,7 +129,7 @@ class PinnedBuffers:
         return slot
 
     def received(self, start: int, stop: int) -> None:
-        """Copy a slot to its place, and wait until that is done; others travel meanwhile."""
+        """Copy a slot to its place, and wait for the copy; other parts travel meanwhile."""
         self._memory[start:stop].copy_(self._taken.pop(start), non_blocking=True)
         self._lane.finish()
 
@@ -139,14 +139,14 @@ class PinnedBuffers:
 
 
 def allocated(nbytes: int, **options: Any) -> torch.Tensor:
-    """Return memory with anything in it: uint8, shape ``(nbytes,)``.
+    """Return uninitialised memory: uint8, shape ``(nbytes,)``.
 
     Args:
         nbytes: Bytes.
-        **options: Of ``torch.empty``.
+        **options: Options of ``torch.empty``.
 
     Raises:
-        StagingMemoryError: There is not that much.
+        StagingMemoryError: There is not that much memory.
     """
     try:
         return torch.empty(nbytes, dtype=torch.uint8, **options)

@@ -41,13 +41,13 @@ class NCCLTrainerEngine(CollectiveTrainerEngine[NCCLTrainerInitInfo]):
         client: WeightSyncClient,
         source: RoundSource | None = None,
     ) -> None:
-        # First of all: nothing is to be open yet where it cannot be used.
+        # First: where the device cannot be used, nothing is to be open yet.
         self._lane = trainer_lane(init_info.communicator, init_info.device)
         self.num_buckets = init_info.packed_num_buffers
         super().__init__(init_info, client=client, source=source)
 
     def form_group(self, rendezvous: Rendezvous, world_size: int) -> Communicator:
-        """Form it as rank 0."""
+        """Form the group as rank 0."""
         with self._lane.entered():
             return form(
                 self.init_info.communicator,
@@ -60,7 +60,7 @@ class NCCLTrainerEngine(CollectiveTrainerEngine[NCCLTrainerInitInfo]):
             )
 
     def worker_init_info(self) -> dict[str, Any]:
-        """Return where the ranks meet, and what they must agree on."""
+        """Return the ranks' meeting place, and the settings that they must agree on."""
         info = self.init_info
         return {
             **super().worker_init_info(),
@@ -73,13 +73,13 @@ class NCCLTrainerEngine(CollectiveTrainerEngine[NCCLTrainerInitInfo]):
         """Return memory of the device for all buckets.
 
         Raises:
-            StagingMemoryError: There is not that much.
+            StagingMemoryError: There is not that much memory.
         """
         return allocated(nbytes, device=self._lane.device)
 
     def send_weights(self) -> None:
         """Announce the update, and broadcast it while the workers receive."""
         with self._lane.entered():
-            # The weights are written on streams of the trainer's, which we do not know.
+            # The trainer writes the weights on its own streams, which are unknown here.
             self._lane.settle()
             super().send_weights()

@@ -43,11 +43,11 @@ class ValkeyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``redis://[user:password@]host[:port][/database]``, ``rediss://`` for TLS, or
     ``unix:///path``; of a cluster, any node."""
     cluster: bool = False
-    """Whether it is a cluster."""
+    """True if the URL is that of a cluster."""
     expire_s: Annotated[float, msgspec.Meta(ge=0.001, le=_YEARS_S)] | None = None
-    """Time after which the server drops a block; by default it decides by its memory alone."""
+    """Seconds after which the server drops a block; by default its memory alone decides."""
     key_prefix: str = "wtransfer:"
-    """What the server's keys begin with."""
+    """Prefix of the server's keys."""
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 2.0
     """Longest wait for the server to connect, to take a value or to answer, in seconds."""
 
@@ -188,7 +188,7 @@ class _Cluster:
             raise
 
     def _connect(self) -> Any:
-        """Make a client; threads that come here at once all use that of the first to have it."""
+        """Make a client; threads that come here at once all use the first one's."""
         client = ValkeyCluster(
             url=self._url,
             cluster_error_retry_attempts=0,
@@ -205,7 +205,7 @@ class _Cluster:
         return kept
 
     def _make_pool(self, **own: Any) -> ConnectionPool:
-        """Make the pool of one node: the client's settings, and those of ours that it drops."""
+        """Make the pool of one node: the client's settings, and the tier's that it drops."""
         settings = {**own, **self._pool.connection_kwargs, "host": own["host"], "port": own["port"]}
         return ConnectionPool(**{**settings, "connection_class": self._pool.connection_class})
 
@@ -262,7 +262,7 @@ def _connection_pool(options: ValkeyOptions) -> ConnectionPool:
             settings.setdefault("ssl_check_hostname", is_verified)
         pool.connection_class(**settings)
     except Exception:
-        # Not the error itself: it may quote a part of the password.
+        # Without the original error: it may quote a part of the password.
         raise OffloadingOptionError(
             "kv_connector_extra_config: url: expected redis://, rediss:// or unix:// with a host "
             "or path; in a user name or password, /, @, :, ? and # are written as %2F, %40, %3A, "
@@ -284,7 +284,7 @@ def _connection_pool(options: ValkeyOptions) -> ConnectionPool:
         socket_timeout=options.timeout_s,
         socket_connect_timeout=options.timeout_s,
         parser_class=_Parser,
-        # The client's other packer, which it takes by itself, copies every value.
+        # The client's other packer, its default, copies every value.
         command_packer=PythonRespSerializer(_COPIED, encode),
     )
     return pool

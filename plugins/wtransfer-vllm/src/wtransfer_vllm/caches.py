@@ -19,16 +19,16 @@ HOLDING = ("WAITING", "PREEMPTED", "WAITING_FOR_STREAMING_REQ")
 def forget_kv(core: Any) -> None:
     """Drop every cached block and encoder output; running requests are computed anew.
 
-    If vLLM cannot let go of a block's hash, nothing more is served from the prefix cache until it
-    can. A connector of vLLM's own that does not say that it has forgotten is not asked for KV until
-    it does.
+    If vLLM cannot release a block's hash, nothing more is served from the prefix cache until it
+    can. A connector of vLLM's own that does not report that it has forgotten is not asked for KV
+    until it does.
 
     Args:
         core: vLLM's ``EngineCore``.
     """
     scheduler = core.scheduler
-    # 1. The connector's scheduler side gets the weights that the workers have now, so that all that
-    #    is planned from here on is planned for them, and no worker has to refuse it.
+    # 1. The connector's scheduler side gets the weights that the workers have now, so that every
+    #    plan from here on is for them, and no worker has to refuse it.
     connector = getattr(scheduler, "connector", None)
     if has_our_connector(core):
         tell_connector(core)
@@ -42,10 +42,10 @@ def forget_kv(core: Any) -> None:
             answers = [False]
         _suspend(connector, suspended=not all(answer is True for answer in answers))
 
-    # 2. Requests whose loads are under way start over once those loads have ended, whatever has
-    #    come of them: their blocks hold KV of the old weights. vLLM does so with a request whose
-    #    load has failed. That none of its tokens counts as computed also keeps its blocks from
-    #    being looked for among those that a worker reports as not loaded, by which
+    # 2. Requests whose loads are under way start over once those loads have ended, with any
+    #    outcome: their blocks hold KV of the old weights. vLLM does so with a request whose load
+    #    has failed. The request has no computed token then, which also keeps its blocks from being
+    #    looked for among those that a worker reports as not loaded, by which
     #    `kv_load_failure_policy` would end the request with an error. Requests that wait with KV
     #    of their own (loaded, and not scheduled since; a session between two inputs) give their
     #    blocks back and start over as well.
@@ -74,8 +74,8 @@ def forget_kv(core: Any) -> None:
 
 def _evict_blocks(core: Any) -> bool:
     try:
-        # With the running requests: theirs would be served to others once they are full. Without
-        # the connector, whose silence vLLM takes for consent, and which not every engine has.
+        # With the running requests: their blocks would be served to others once they are full.
+        # Without the connector, whose silence vLLM takes for consent, and which some engines lack.
         if core.reset_prefix_cache(True, False) is not False:  # vLLM's order
             return True
     except Exception as error:
@@ -107,7 +107,7 @@ def has_our_connector(core: Any) -> bool:
 def tell_connector(core: Any) -> None:
     """Tell the connector's scheduler side which weights each worker has, as at the start.
 
-    If that fails, the connector is not asked for KV until it has worked.
+    If the call fails, the connector is not asked for KV until it has worked.
     """
     connector = core.scheduler.connector
     try:

@@ -3,9 +3,9 @@
 python -m wtransfer_vllm.check MODEL
 
 A worker proves before its first update that vLLM's reload gives every parameter bit for bit
-(`wtransfer_vllm.proof`). What vLLM derives from the weights and keeps elsewhere is seen by tokens
-only. So one engine starts on weights A and is updated, another starts on weights B, and both answer
-the same prompts.
+(`wtransfer_vllm.proof`). State that vLLM derives from the weights and keeps elsewhere is seen by
+tokens only. So one engine starts on weights A and is updated, another starts on weights B, and both
+answer the same prompts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Prompts = list[list[int]]
 """Tokens of each prompt."""
 Answers = list[dict[str, Any]]
-"""Of each prompt: its tokens, and what else was probable at each step."""
+"""For each prompt: its tokens, and the other probable tokens at each step."""
 
 NUM_TOKENS = 16
 """Tokens of an answer."""
@@ -64,7 +64,7 @@ CONNECTOR = "SharedStorageConnector"
 LEAST_TOLERANCE = 1e-3
 """Difference of log probabilities up to which they are equal, on any engine."""
 NUM_REPEATS = 3
-"""How often an engine is asked again, to find by how much its own answers differ."""
+"""Number of times that an engine is asked again, to measure how far its own answers differ."""
 MARGIN = 2.0
 """Tolerance, relative to the difference between an engine's own answers to the same prompts."""
 EXIT_CODES = {"right": 0, "WRONG": 1, "not checked": 2, "refused": 3}
@@ -76,26 +76,26 @@ class Row:
     """One comparison."""
 
     name: str
-    """What was compared."""
+    """Subject of the comparison."""
     result: Literal["right", "WRONG", "refused", "not run"]
     """``refused``: by vLLM, or by the worker."""
     why: str | None = None
-    """What differs, or why there is nothing to compare."""
+    """The difference, or the reason why there is nothing to compare."""
     seconds: float = 0.0
-    """How long it took."""
+    """Duration."""
 
 
 class Engines(NamedTuple):
     """The two engines."""
 
     updated: EngineProcess
-    """It has loaded A."""
+    """The engine that has loaded A."""
     fresh: EngineProcess
-    """It has loaded B."""
+    """The engine that has loaded B."""
     facts: dict[str, Any]
-    """What they run, as one of them says."""
+    """Facts of what the engines run, as one of them reports."""
     kv_refusal: str | None
-    """Why they have no KV connector."""
+    """Reason why the engines have no KV connector."""
 
 
 @click.command()
@@ -169,7 +169,7 @@ def _find(model: str) -> Path:
     """Return the folder of a model.
 
     Raises:
-        CheckError: There is none with a configuration.
+        CheckError: There is no folder with a configuration.
     """
     folder = Path(model)
     if not folder.is_dir():
@@ -190,7 +190,7 @@ def _make_models(model: Path, folder: Path, *, full: bool) -> None:
     """Make folder/A/model and folder/B/model.
 
     Raises:
-        CheckError: They cannot be made.
+        CheckError: The models cannot be made.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     places = [folder / name / "model" for name in "AB"]
@@ -248,10 +248,10 @@ def _start(
 
 
 class Comparison:
-    """Compares what the two engines answer.
+    """Compares the answers of the two engines.
 
     Args:
-        engines: Both.
+        engines: Both engines.
         folder: Folder of their models.
         publishing: Arguments of a publisher to the engine that is updated.
     """
@@ -264,7 +264,7 @@ class Comparison:
         self._tolerances: dict[str, float] = {}
 
     def run(self) -> dict[str, Any]:
-        """Return what is checked, every row, and what they come to.
+        """Return the facts of the check, every row, and the overall result.
 
         Raises:
             CheckError: Nothing can be compared, or an engine ended.
@@ -314,7 +314,7 @@ class Comparison:
                 yield self._share_kv(name, writer, reader)
 
     def _publish(self, label: str) -> str | None:
-        """Update the engine; return why it was refused, if it was."""
+        """Update the engine; return the reason of a refusal, if any."""
         source = CheckpointSource(self._folder / label / "model")
         try:
             with Publisher(source, **self._publishing) as publisher:
@@ -341,7 +341,7 @@ class Comparison:
         return self._compare(name, answers, expected, "KV")
 
     def _load(self, engine: EngineProcess, prompts: Prompts, salt: str) -> tuple[Answers, float]:
-        """Return an engine's answers, and how many tokens came by the connector."""
+        """Return an engine's answers, and the number of tokens that came by the connector."""
         before = engine.do("hits")
         answers = self._ask(engine, prompts, salt)
         return answers, engine.do("hits") - before
@@ -363,10 +363,10 @@ class Comparison:
     def _widen(
         self, kind: str, expected: Answers, prompts: Prompts, salt: str | None = None
     ) -> None:
-        """Widen a tolerance to what one engine's own answers to the same prompts differ by.
+        """Widen a tolerance to the difference of one engine's own answers to the same prompts.
 
         Raises:
-            CheckError: They are no numbers, or have nothing in common.
+            CheckError: The answers are no numbers, or have nothing in common.
         """
         for _ in range(NUM_REPEATS):
             gaps = [gap for gap, _ in _gaps(self._ask(self._fresh, prompts, salt), expected)]
@@ -383,14 +383,14 @@ class Comparison:
 
 
 def difference(answers: Answers, expected: Answers, tolerance: float) -> str | None:
-    """Return where answers are not those that were expected; None: nowhere.
+    """Return where answers are not the expected ones; None: nowhere.
 
-    Each token must be as probable as it was there. Where two tokens are about equally probable,
-    either will do, and what follows is another text.
+    Each token must be as probable as in the expected answer. Where two tokens are about equally
+    probable, either will do, and the text after it is another one.
 
     Args:
-        answers: Of an engine.
-        expected: Of another one.
+        answers: Answers of an engine.
+        expected: Answers of another one.
         tolerance: Difference of log probabilities up to which they are equal.
     """
     gaps = _gaps(answers, expected)
@@ -398,7 +398,7 @@ def difference(answers: Answers, expected: Answers, tolerance: float) -> str | N
 
 
 def _gaps(answers: Answers, expected: Answers) -> Iterator[tuple[float, str]]:
-    """Yield by how much the log probability of each comparable token differs, and where."""
+    """Yield the difference of log probability of each comparable token, and its place."""
     for index, (mine, theirs) in enumerate(zip(answers, expected, strict=True), start=1):
         tokens = zip(mine["tokens"], theirs["tokens"], strict=True)
         for step, (token, wanted) in enumerate(tokens):

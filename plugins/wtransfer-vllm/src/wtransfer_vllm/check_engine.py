@@ -49,8 +49,8 @@ class EngineProcess(EngineClient):
     """An engine in a process of its own; the client there makes a publisher's calls.
 
     Args:
-        name: What errors call it.
-        folder: Where it runs: it finds its model there, and leaves its log.
+        name: Name of the engine in errors.
+        folder: Working folder: the engine finds its model there, and leaves its log.
         options: Arguments of ``vllm.LLM``.
         timeout_s: Longest wait for its start, and for each answer, in seconds.
     """
@@ -82,7 +82,7 @@ class EngineProcess(EngineClient):
             )
 
     def facts(self) -> dict[str, Any]:
-        """Wait for the start; return what has started, as `CheckedEngine.facts`. Raises as `do`."""
+        """Wait for the start; return its facts, as `CheckedEngine.facts`. Raises as `do`."""
         facts: dict[str, Any] = self._hear()
         return facts
 
@@ -90,7 +90,7 @@ class EngineProcess(EngineClient):
         """Give an order, a method of `CheckedEngine`, and return its result.
 
         Raises:
-            EngineError: It has raised.
+            EngineError: The engine has raised.
             CheckError: There is no answer.
         """
         with self._lock:
@@ -104,7 +104,7 @@ class EngineProcess(EngineClient):
         return self.do(method, *arguments)
 
     def request(self, make: Callable[[dict[str, Any]], Any], info: dict[str, Any]) -> Any:  # noqa: ARG002
-        """Return the info itself, of which the client over there makes vLLM's request."""
+        """Return the info itself: the client in the other process makes vLLM's request of it."""
         return info
 
     def _hear(self) -> Any:
@@ -154,7 +154,7 @@ class CheckedEngine:
         self.client = LLMClient(self._llm)
 
     def facts(self) -> dict[str, Any]:
-        """Return what is checked, and the bounds of prompts."""
+        """Return the facts of the check, and the bounds of prompts."""
         import vllm
 
         config = self._llm.llm_engine.vllm_config.model_config
@@ -171,7 +171,7 @@ class CheckedEngine:
         }
 
     def ask(self, prompts: list[list[int]], salt: str, max_tokens: int) -> list[dict[str, Any]]:
-        """Return each prompt's most probable tokens, and what else was probable at each step.
+        """Return each prompt's most probable tokens, and the other probable ones at each step.
 
         Args:
             prompts: Tokens.
@@ -186,7 +186,7 @@ class CheckedEngine:
         salted: Any = [{"prompt_token_ids": each, "cache_salt": salt} for each in prompts]
         answers = []
         for prompt in salted:
-            # Alone: what is in a batch, and so how it is rounded, varies with when KV arrives.
+            # Alone: the rest of a batch, and so the rounding, would vary with when KV arrives.
             (output,) = self._llm.generate([prompt], greedy, use_tqdm=False)
             (one,) = output.outputs
             likely = [
@@ -199,7 +199,7 @@ class CheckedEngine:
         """Wait until stored KV cache is known as stored, and empty vLLM's own prefix cache.
 
         Args:
-            prompt: Shorter than a block.
+            prompt: A prompt shorter than a block.
         """
         for _ in range(NUM_SETTLING_ASKS):
             self.ask([prompt], "settling", 2)
@@ -208,7 +208,7 @@ class CheckedEngine:
         return False
 
     def hits(self) -> float:
-        """Return how many tokens have come by the connector."""
+        """Return the number of tokens that have come by the connector."""
         return float(sum(each.value for each in self._llm.get_metrics() if each.name == HITS))
 
 

@@ -23,7 +23,7 @@ logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its
 LOAD_FORMATS = frozenset(
     {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer"}
 )
-"""Load formats with which the model consists of what the safetensors files say."""
+"""Load formats with which the model consists of the contents of the safetensors files."""
 
 
 class FileState(msgspec.Struct, frozen=True, array_like=True):
@@ -38,10 +38,10 @@ class FileState(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, file: Path) -> FileState:
-        """Look at a file.
+        """Return the state of a file.
 
         Raises:
-            OSError: It cannot be looked at.
+            OSError: The file cannot be looked at.
         """
         found = file.stat()
         return cls(file.name, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
@@ -51,7 +51,7 @@ def file_states(files: Iterable[Path]) -> list[FileState]:
     """Return the state of every file, by name.
 
     Raises:
-        SourceError: One cannot be looked at.
+        SourceError: A file cannot be looked at.
     """
     try:
         return [FileState.of(file) for file in sorted(files)]
@@ -62,15 +62,15 @@ def file_states(files: Iterable[Path]) -> list[FileState]:
 class Checkpoint(Mapping[str, "torch.Tensor"]):
     """The tensors of safetensors files on disk, as they were when the engine started.
 
-    Each is read when it is asked for, into memory of its own: together they may be larger than the
-    memory that a model leaves free. Once the files were changed, they are not read any more.
+    A tensor is read when it is asked for, into memory of its own: together they may be larger than
+    the memory that a model leaves free. Once the files were changed, they are not read any more.
 
     Args:
-        folder: Where the files are.
-        tied: Whether the model's embeddings and its head are one tensor.
+        folder: Folder of the files.
+        tied: True if the model's embeddings and its head are one tensor.
 
     Raises:
-        SourceError: There are none, or they cannot be read.
+        SourceError: There are no such files, or they cannot be read.
     """
 
     def __init__(self, folder: Path, *, tied: bool = False) -> None:
@@ -120,7 +120,7 @@ def find_checkpoint(vllm_config: Any, *, tied: bool = False) -> Checkpoint | Non
 
     Args:
         vllm_config: vLLM's own.
-        tied: Whether the model's embeddings and its head are one tensor.
+        tied: True if the model's embeddings and its head are one tensor.
     """
     try:
         return Checkpoint(checkpoint_folder(vllm_config), tied=tied)

@@ -29,7 +29,7 @@ class EngineClient(ABC):
 
     Args:
         engine: The engine, or a handle of it.
-        name: What errors and reports call it.
+        name: Name of the engine in errors and reports.
         timeout_s: Longest wait for an answer, in seconds.
     """
 
@@ -69,7 +69,7 @@ class EngineClient(ABC):
         """Do nothing: tensors travel beside vLLM."""
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Commit what the publisher has ordered."""
+        """Commit the update that the publisher has ordered."""
         if self._is_of_seed_era:
             self.call("update_weights", self.request(update_request, {}))
         else:
@@ -143,7 +143,7 @@ class AsyncLLMClient(EngineClient):
         """Call a method in the event loop.
 
         Raises:
-            StallError: It did not answer in time.
+            StallError: The engine did not answer in time.
         """
         limit = timeout_s or self.timeout_s
         answer = getattr(self._engine, method)(*arguments)

@@ -1,8 +1,8 @@
 """wtransfer's KV connectors as vLLM's: one adapter, as a class of its own for each name.
 
 vLLM's factory asks this module for a class by a connector's name, and gets one made for it. The
-adapter hands every call on to the connector, which wtransfer's factory makes. What differs between
-the two contracts is decided here and nowhere else:
+adapter hands every call on to the connector, which wtransfer's factory makes. Differences between
+the two contracts are decided here and nowhere else:
 
 *   vLLM calls ``wait_for_save`` after every step, and with speculative decoding last of all; a
     connector of wtransfer gets that call only after a step whose own loads have all come, and
@@ -65,7 +65,7 @@ class WTransferConnector(KVConnectorBase_V1):
 
     Args:
         vllm_config: vLLM's own.
-        role: Which side.
+        role: Scheduler's or worker's side.
         kv_cache_config: Shape of the KV cache.
 
     Raises:
@@ -155,7 +155,7 @@ class WTransferConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Whether a request must hand its KV on. Not where a lost block is only a later miss."""
+        """True if a request must hand its KV on. False where a lost block is only a later miss."""
         return self._inner.requires_kv_delivery
 
     @classmethod
@@ -170,13 +170,13 @@ class WTransferConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many more tokens can be loaded, and whether the load outlasts the step."""
+        """Return the number of further tokens to load, and whether the load outlasts the step."""
         found, outlasts = self._inner.get_num_new_matched_tokens(request, num_computed_tokens)
         self._outlasts[request.request_id] = outlasts
         return found, outlasts
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Record the blocks of a request, and of which kind its load is."""
+        """Record the blocks of a request, and the kind of its load."""
         self._inner.update_state_after_alloc(request, blocks, num_external_tokens)
         request_id = request.request_id
         outlasts = self._outlasts.pop(request_id, False)
@@ -267,7 +267,7 @@ class WTransferConnector(KVConnectorBase_V1):
         """Take the connector metadata of the step that begins."""
         super().bind_connector_metadata(connector_metadata)
         self._step, self._is_judged = connector_metadata, False
-        # A request id may be used again: an early report was of the request before.
+        # A request id may be used again: an early report was of the earlier request.
         self._early -= connector_metadata.loading
         self._failed -= connector_metadata.loading
         self._awaited_received |= connector_metadata.loading
@@ -298,7 +298,7 @@ class WTransferConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         """Let the connector save, unless this step computed over blocks that could not be loaded.
 
-        Failed loads of requests that wait for theirs beside the step do not touch it.
+        Failed loads of requests that wait for their loads beside the step do not touch it.
         """
         if self._is_judged:
             return
@@ -312,7 +312,7 @@ class WTransferConnector(KVConnectorBase_V1):
             self._inner.wait_for_save()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Return the requests that are sent and received: those that vLLM waits for, each once."""
+        """Return the requests sent and received that vLLM waits for, each once."""
         self.wait_for_save()
         sent, received = self._inner.get_finished(finished_req_ids)
         named = (sent or set()) | (received or set()) | self._early
@@ -351,7 +351,7 @@ class WTransferConnector(KVConnectorBase_V1):
 
 
 def __getattr__(name: str) -> type[WTransferConnector]:
-    """Return the adapter's class for a connector, by its name in vLLM; made when it is asked for.
+    """Return the adapter's class for a connector, by its name in vLLM; made on demand.
 
     Raises:
         AttributeError: No connector of wtransfer has that name in vLLM.
@@ -405,7 +405,8 @@ def cache_shape(vllm_config: Any, kv_cache_config: Any) -> KVCacheConfig:
     """Return the shape of vLLM's KV cache in wtransfer's words.
 
     Raises:
-        ConnectorOptionError: It has several groups, or is of a kind that forgets parts of a prefix.
+        ConnectorOptionError: The cache has several groups, or is of a kind that forgets parts of a
+            prefix.
     """
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:

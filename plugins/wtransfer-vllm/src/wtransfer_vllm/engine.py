@@ -7,7 +7,7 @@ class         constructor                               commits in
 `SeedEngine`  ``(config, parallel_config)``             ``receive_weights(info, load_weights)``
 ============  ========================================  ======================================
 
-The first is that of vLLM 0.27 to 0.33, the second that of 0.16 and 0.17, the seed era.
+The first is the contract of vLLM 0.27 to 0.33, the second that of 0.16 and 0.17, the seed era.
 
 Tensors travel beside vLLM, from the publisher to the session's own threads, while vLLM generates.
 vLLM's calls carry two things: ``init``, where the publisher is, and the moment at which the model's
@@ -38,7 +38,7 @@ class _Engine(WeightTransferEngine):
     member: Member
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
-        """Return it as it is: `Member.join` judges it, and does not raise."""
+        """Return the info as it is: `Member.join` judges it, and does not raise."""
         return init_dict
 
     def init_transfer_engine(self, init_info: Any) -> None:
@@ -60,7 +60,7 @@ class VllmEngine(_Engine):
     Args:
         config: Names the backend.
         vllm_config: vLLM's own.
-        device: Where the model is.
+        device: Device of the model.
         model: The model.
     """
 
@@ -86,7 +86,7 @@ class VllmEngine(_Engine):
         """Do nothing, as `update_weights`."""
 
     def finish_weight_update(self) -> None:
-        """Commit."""
+        """Commit the staged update."""
         self.member.commit()
 
 
@@ -98,7 +98,7 @@ class SeedEngine(_Engine):
 
     Args:
         config: Names the backend.
-        parallel_config: vLLM's own; the model's is not to be had.
+        parallel_config: vLLM's own; the model's configuration is out of reach.
     """
 
     def __init__(self, config: Any, parallel_config: Any) -> None:
@@ -109,7 +109,7 @@ class SeedEngine(_Engine):
         self.member = Member(self._target, engine, place_of(parallel_config, "seed"))
 
     def receive_weights(self, update_info: Any, load_weights: Callable[..., Any]) -> None:  # noqa: ARG002
-        """Commit."""
+        """Commit the staged update."""
         with self._target.within(load_weights):
             self.member.commit()
 

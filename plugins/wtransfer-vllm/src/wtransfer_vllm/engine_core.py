@@ -1,9 +1,9 @@
 """Watch vLLM's engine core: its caches and its label follow the weights that the workers hold.
 
 The engine core is the process that schedules. While a call to its workers runs it schedules
-nothing, so what is done right after a commit is done before any further step. It is also the only
-place where an update may be refused aloud: an exception in one of several workers would leave the
-others' answers in the executor's queues, to be taken for those of the next call.
+nothing, so work done right after a commit is done before any further step. The engine core is also
+the only place where an update may be refused aloud: an exception in one of several workers would
+leave the others' answers in the executor's queues, to be taken for those of the next call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 
 EMPTY_LABEL = "empty"
-"""What ``weight_info`` shows while the model has no version."""
+"""Label in ``weight_info`` while the model has no version."""
 INIT = "init_weight_transfer_engine"
 START = "start_weight_update"
 DRAFT = "start_draft_weight_update"
@@ -40,7 +40,7 @@ REPLACING = frozenset({"reload_weights", "reset_weights"})
 WRITING = REPLACING | {START, DRAFT, UPDATE, FINISH}
 """Workers' methods within which another weight backend writes into the model."""
 ON_EMPTY_VARIABLE = "WTRANSFER_VLLM_ON_EMPTY"
-"""Environment variable of vLLM's processes: what becomes of an engine whose model belongs to no
+"""Environment variable of vLLM's processes: treatment of an engine whose model belongs to no
 version after a failed commit. ``serve``, the default: its label is ``empty``. ``end``: it ends."""
 LED = ("sleep", "wake_up", "set_weight_version")
 """The engine core's methods that concern the weights, beside its calls to the workers."""
@@ -121,7 +121,7 @@ def outcome_of(worker: Any) -> dict[str, Any]:
 
 def replaced_weights(worker: Any, why: str) -> None:
     """Record that the model does not consist of the last commit any more."""
-    # With torch and what reads checkpoints: not where vLLM's processes register their plug-ins.
+    # With torch and readers of checkpoints: not where vLLM's processes register their plug-ins.
     from wtransfer_vllm.vouching import weights_were_replaced
 
     weights_were_replaced(worker, why)
@@ -135,7 +135,7 @@ def commit_pending(worker: Any) -> None:
 
 
 def prove_reload(worker: Any) -> None:
-    """Find out whether vLLM's reload can be trusted, while it is known what vLLM serves."""
+    """Find out whether vLLM's reload can be trusted, while the weights that it serves are known."""
     member = member_of(worker)
     if member is not None:
         member.prove_reload()
@@ -159,7 +159,7 @@ class Watch:
         self._has_our_engine = _has_our_engine(core)
         self._started = False
         self._carried_out = False
-        """Whether the start under way found an order of its update, and has committed it."""
+        """True if the start under way found an order of its update, and has committed it."""
         self._falling_asleep = False
         self._held: str | None = None
         self._instance = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
@@ -175,8 +175,8 @@ class Watch:
 
         Raises:
             ValueError: The call is not one of wtransfer's; no worker was called.
-            RuntimeError: It is not its time, the model's memory is not there, or nothing was
-                committed.
+            RuntimeError: The call comes at a wrong time, the model's memory is not there, or
+                nothing was committed.
         """
         if not self._has_our_engine:
             return self._pass_on_foreign(method, timeout, args, kwargs)
@@ -195,7 +195,7 @@ class Watch:
         self._check_time(method)
         if method in REPLACING:
             self._prove_reload()
-            # Before: where it fails half way, the weights are gone all the same.
+            # Before the call: where it fails half way, the weights are gone all the same.
             self._lose_weights(f"{method} was called")
         # vLLM calls its workers before there is a scheduler.
         num_running = len(getattr(getattr(self._core, "scheduler", None), "running", ()))
@@ -204,7 +204,7 @@ class Watch:
         if method in (START, FINISH):
             self._started = method == START
         if method == INIT and has_our_connector(self._core):
-            # A session may give the weights another name than they had before it was there.
+            # A session may give the weights another name than they had before the session.
             tell_connector(self._core)
         if method in (INIT, self._commits_in):
             error = self._settle(carried_out=method == FINISH and self._carried_out)
@@ -220,7 +220,7 @@ class Watch:
         """Call the workers where a connector is wtransfer's and the weight engine is another one.
 
         KV gets a name that only this process knows before anything is written, and another one when
-        that is done: what was computed in between is of no set of weights.
+        the call is done: KV computed in between is of no set of weights.
         """
         if method not in WRITING:
             return self._call(method, *arguments)
@@ -235,7 +235,7 @@ class Watch:
                 forget_kv(self._core)
 
     def _check_time(self, method: Any) -> None:
-        """Raise here, once, what otherwise every worker would raise."""
+        """Raise here, once, the errors that otherwise every worker would raise."""
         if method == DRAFT:
             raise RuntimeError("wtransfer does not update draft models")
         commits = method in (START, self._commits_in) or (method == SHUTDOWN and self._started)
@@ -246,7 +246,8 @@ class Watch:
             )
         if method in (START, SHUTDOWN) and self._started:
             # The trainer that began the update before is gone, or it would have ended it.
-            # What its workers were ordered to commit, be it by the next trainer, is committed.
+            # An update that its workers were ordered to commit, be it by the next trainer, is
+            # committed.
             self._started = False
             self._call(FINISH)
             self._carried_out = self._settle() is None and method == START
@@ -254,9 +255,9 @@ class Watch:
             raise RuntimeError(f"{FINISH} without {START} before it")
 
     def _settle(self, *, carried_out: bool = False) -> str | None:
-        """Act on the workers' outcomes of the call before; return the first error.
+        """Act on the workers' outcomes of the last call; return the first error.
 
-        Where the order was carried out before, a worker that had nothing left to do made none.
+        Where the order was carried out before, a worker with nothing left to do made no outcome.
         """
         outcomes = self._call(outcome_of)
         if any(outcome["touched"] for outcome in outcomes):
@@ -307,8 +308,8 @@ class Watch:
     def _log_pause(self, begun: float, num_running: int) -> None:
         """Log how long a commit has kept requests from their next token, when that is there.
 
-        Most of it is vLLM's: the reload of the model, and the prefill of all tokens of the requests
-        that run, whose KV cache was of the old weights.
+        Most of the pause is vLLM's: the reload of the model, and the prefill of all tokens of the
+        running requests, whose KV cache was of the old weights.
         """
         core, reloaded = self._core, time.perf_counter()
         step = getattr(core, "step_fn", None)
@@ -345,10 +346,10 @@ class Watch:
         return call(self._held)
 
     def sleep(self, call: Callable[..., Any], level: int = 1, *args: Any, **kwargs: Any) -> Any:
-        """Record first that the weights go, if they do; return what `call` returns.
+        """Record first that the weights go, if they do; return the result of `call`.
 
-        That may be a future: vLLM waits for running requests. Nothing is committed from here on,
-        for it would go with the rest.
+        The result may be a future: vLLM waits for running requests. Nothing is committed from here
+        on, for it would go with the rest.
         """
         if level <= 1:
             return call(level, *args, **kwargs)
@@ -377,7 +378,7 @@ class Watch:
         )
 
     def wake_up(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return what `call` returns, and commit an update that was ordered in sleep.
+        """Return the result of `call`, and commit an update that was ordered in sleep.
 
         No step comes in between: this is still the same call of the engine core.
         """

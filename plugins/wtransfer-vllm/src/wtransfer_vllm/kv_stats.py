@@ -1,8 +1,8 @@
 """Statistics of connectors as vLLM's objects: in its log, and at its Prometheus endpoint.
 
 A connector's ``get_stats`` returns plain numbers; those whose names end in ``_total`` only grow.
-Of these the increase within an interval travels, and adds up over ranks and intervals. All other
-numbers are gauges: the last one stands. Values that are no numbers are left out.
+Their increase within an interval travels, and adds up over ranks and intervals. All other numbers
+are gauges: the last one stands. Values that are no numbers are left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 
 INTERVAL_S = 1.0
-"""How often a side collects its numbers, in seconds: vLLM asks after every step."""
+"""Interval at which a side collects its numbers, in seconds: vLLM asks after every step."""
 TOTAL = "_total"
 
 
@@ -47,7 +47,7 @@ class KVStats(KVConnectorStats):
         return {name: number for name, number in self.data.items() if number}
 
     def is_empty(self) -> bool:
-        """Return whether there is nothing to show. A gauge that has become 0 is something."""
+        """Return whether there is nothing to show. A gauge that has become 0 counts."""
         return not self.data
 
 

@@ -28,7 +28,7 @@ the checkpoint. vLLM's configuration of weight transfer has no room for options.
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker stands in its serving instance."""
+    """Place of a worker in its serving instance."""
 
     instance: str
     """The instance, where no engine core has named it."""
@@ -37,7 +37,7 @@ class Place:
     num_ranks: int
     """Ranks of the instance."""
     host_ranks: int | None = None
-    """Ranks behind the server's address, where the server counts those of others as well."""
+    """Ranks behind the server's address, where the server counts other servers' ranks as well."""
 
 
 def place_of(parallel_config: Any, instance_id: str) -> Place:
@@ -46,7 +46,7 @@ def place_of(parallel_config: Any, instance_id: str) -> Place:
     num_ranks = int(parallel_config.world_size)
     host_ranks = None
     if getattr(parallel_config, "local_engines_only", False):
-        # Several servers are one data-parallel group: each of them reports the ranks of the whole
+        # Several servers are one data-parallel group: each server reports the ranks of the whole
         # group, but leads only to the replicas on its node.
         host_ranks = num_ranks * int(getattr(parallel_config, "data_parallel_size_local", 1))
     return Place(f"vllm-{instance_id}-{replica}", parallel_config.rank, num_ranks, host_ranks)
@@ -60,7 +60,7 @@ class Member:
     Args:
         target: vLLM's model.
         engine: Name of the wtransfer engine, the only one that publishers may ask for.
-        place: This worker's.
+        place: Place of this worker.
     """
 
     def __init__(self, target: WeightTarget, engine: str, place: Place) -> None:
@@ -76,11 +76,11 @@ class Member:
 
     @property
     def pending(self) -> bool:
-        """Whether a verified update waits for `commit`."""
+        """True if a verified update waits for `commit`."""
         return self.session is not None and self.session.pending
 
     def join(self, init_info: dict[str, Any]) -> None:
-        """Join a publisher, or leave it, as the invitation says; leave those that are lost."""
+        """Join a publisher, or leave it, as the invitation says; leave lost publishers."""
         self.outcome = Outcome()
         error = None
         try:
@@ -92,10 +92,10 @@ class Member:
             session = self.session or self._open(invitation.instance)
             if invitation.may_commit and session.orphaned:
                 # A publisher that was lost after its order to commit has left a verified set.
-                # From there it only goes forward, and this is the first moment between two steps.
+                # The only way is forward, and this is the first moment between two steps.
                 self.commit(wait_s=0.0)
             if not session.connected:
-                # The publishers that were joined before are lost: this one takes their place.
+                # The publishers joined before are lost: the new one takes their place.
                 self.leave()
             self._prove_reload(awake=invitation.may_commit)
             if self._joined.get(address) != invitation:
@@ -120,7 +120,7 @@ class Member:
         prove()
 
     def prove_reload(self) -> None:
-        """Find out whether vLLM's reload can be trusted, while it is known what vLLM serves."""
+        """Find out whether vLLM's reload can be trusted, while the served weights are known."""
         try:
             self._prove_reload(awake=True)
         except Exception as refused:
@@ -145,7 +145,7 @@ class Member:
         return session
 
     def commit(self, wait_s: float = COMMIT_WAIT_S) -> None:
-        """Apply what the publisher has ordered, if anything."""
+        """Apply the update that the publisher has ordered, if any."""
         session = self.session
         if session is None:
             self.outcome = Outcome(error="no publisher has asked this worker to join")
@@ -169,20 +169,20 @@ class Member:
         if session is None:
             self._lost = why  # for the session that an invitation will open
             return
-        # Closed where the interpreter ends, when nothing asks for the weights any more.
+        # Closed where the interpreter ends, when no caller asks for the weights any more.
         with contextlib.suppress(ClosedError):
             session.weights_lost(why)
         self.outcome = Outcome(False, True, session.state, session.version)
 
     def leave(self) -> None:
-        """Leave every publisher; model and session keep what they have."""
+        """Leave every publisher; model and session keep their weights."""
         for address in list(self._joined):
             self._leave(address)
 
     def _leave(self, address: str) -> None:
         if self._joined.pop(address, None) is None or self.session is None:
             return
-        # Closed before its engine, where the interpreter ends: then it has left already.
-        # Or another publisher has replaced one that was lost.
+        # Closed before its engine, where the interpreter ends: the session has left already then.
+        # Or another publisher has replaced a lost one.
         with contextlib.suppress(ClosedError, ValueError):
             self.session.leave(address)

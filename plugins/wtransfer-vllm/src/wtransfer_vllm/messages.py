@@ -11,25 +11,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 KEY = "wtransfer"
-"""Under which an invitation stands in ``init_info``."""
+"""Key of an invitation in ``init_info``."""
 
 
 @dataclass(frozen=True)
 class Invitation:
-    """A publisher asks this worker to join."""
+    """A publisher's request that this worker join."""
 
     address: str
-    """The publisher's."""
+    """Address of the publisher."""
     token: str | None = field(default=None, repr=False)
-    """Its secret; None: the worker's environment has it."""
+    """The publisher's secret; None: the worker's environment has it."""
     host: str | None = None
     """The publisher's name of the host that it has asked."""
     instance: str | None = None
     """Serving instance, the same in all its ranks; the engine core names it."""
     leave: bool = field(default=False, compare=False)
-    """Whether the worker is asked to leave this publisher instead."""
+    """True if the worker is asked to leave this publisher instead."""
     may_commit: bool = field(default=True, compare=False)
-    """Whether the weights have memory, so that an older order to commit may be carried out."""
+    """True if the weights have memory, so that an older order to commit may be carried out."""
 
 
 @dataclass(frozen=True)
@@ -37,22 +37,22 @@ class Outcome:
     """Outcome of a call in one rank."""
 
     applied: bool = False
-    """Whether the model consists of another version now."""
+    """True if the model consists of another version now."""
     touched: bool = False
-    """Whether the model was written to, whatever it consists of now."""
+    """True if the model was written to, whatever it consists of now."""
     state: str = "fresh"
-    """The session's."""
+    """State of the session."""
     version: str | None = None
-    """Label of the weights that the model has."""
+    """Label of the model's weights."""
     error: str | None = None
-    """Why the call failed."""
+    """Reason of the call's failure."""
 
 
 def read_invitation(init_info: Any) -> Invitation:
     """Read an invitation.
 
     Raises:
-        ValueError: It is none; the text says what is expected.
+        ValueError: The info is no invitation; the text says what is expected.
     """
     fields = init_info.get(KEY) if isinstance(init_info, dict) else None
     if not isinstance(fields, dict) or not isinstance(fields.get("address"), str):
@@ -85,7 +85,7 @@ def addressed(init_info: Any, instance: str, *, may_commit: bool) -> dict[str, A
 
 
 def is_foreign(update_info: Any = None) -> bool:
-    """Return whether an update carries anything, as those of wtransfer's rounds never do."""
+    """Return whether an update carries anything: updates of wtransfer's rounds never do."""
     if isinstance(update_info, list):
         return any(map(is_foreign, update_info))
     return bool(update_info) and set(update_info) != {"is_checkpoint_format"}

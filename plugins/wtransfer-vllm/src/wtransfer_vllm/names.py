@@ -8,7 +8,7 @@ _ours: dict[tuple[str, str], str] = {}
 
 
 def remember(kind: str, name: str, ours: str) -> None:
-    """Record under which name vLLM's factory has a backend.
+    """Record the name of a backend in vLLM's factory.
 
     Args:
         kind: ``engines``, ``connectors`` or ``specs``.
@@ -24,7 +24,7 @@ def is_ours(kind: str, name: str | None) -> bool:
 
 
 def our_name(kind: str, name: str) -> str:
-    """Return a backend's name in wtransfer's registry; of other backends the same name."""
+    """Return a backend's name in wtransfer's registry; other backends keep their names."""
     return _ours.get((kind, name), name)
 
 

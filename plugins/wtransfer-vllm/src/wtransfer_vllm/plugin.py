@@ -79,7 +79,7 @@ def _register_engines() -> list[str]:
 
     adapter = _adapter_of(WeightTransferEngine)
     commits_in = UPDATE if adapter == "SeedEngine" else FINISH
-    # Also where no engine is registered: a connector needs it whatever brings the weights.
+    # Also where no engine is registered: a connector needs the watch with any source of weights.
     on_import(ENGINE_CORE, lambda module: watch(module.EngineCore, commits_in))
     if adapter is None:
         logger.warning(
@@ -141,8 +141,8 @@ def _register_specs(module: Any) -> list[str]:
 def _refuse_sub_connectors(module: Any) -> None:
     """Have vLLM's MultiConnector refuse connectors of wtransfer.
 
-    It hands on the metadata of one sub-connector only, and takes the silence of one at a commit for
-    consent.
+    MultiConnector hands on the metadata of one sub-connector only, and takes the silence of one at
+    a commit for consent.
     """
     construct = module.MultiConnector.__init__
 
@@ -169,8 +169,8 @@ def __getattr__(name: str) -> Any:
     were planned for other weights is how stale KV is kept out.
 
     Raises:
-        ValueError: It names a spec; the text says what to configure instead.
-        AttributeError: It names none.
+        ValueError: The name is that of a spec; the text says what to configure instead.
+        AttributeError: There is no spec of this name.
     """
     if name not in vllm_names("specs"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -209,8 +209,9 @@ def _register_all(kind: str, register: Callable[[str, str], object]) -> list[str
 def on_import(name: str, then: Callable[[ModuleType], None]) -> None:
     """Call `then` with a module: at once if it is imported, else right after its import.
 
-    vLLM's front end runs its plug-ins before it imports the engine core, and may fork that from
-    itself, where plug-ins are not run again. Importing it here would cost every process seconds.
+    vLLM's front end runs its plug-ins before it imports the engine core, and may fork the engine
+    core from itself, where plug-ins are not run again. An import here would cost every process
+    seconds.
     """
     module = sys.modules.get(name)
     if module is not None:

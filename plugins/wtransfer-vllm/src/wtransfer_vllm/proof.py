@@ -1,7 +1,7 @@
-"""Prove that vLLM's reload gives what it was given, before an update is trusted to it.
+"""Prove that vLLM's reload gives the weights that it was given, before an update relies on it.
 
-The reload of the weights that vLLM serves must give the weights that it serves. It goes into
-stand-ins for the kernels' tensors, layer by layer, and the model is as it was before and after.
+The reload of the weights that vLLM serves must give the weights that it serves. The reload goes
+into stand-ins for the kernels' tensors, layer by layer, and leaves the model as it was.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ def prove(
 ) -> None:
     """Raise unless the reload of the weights that a model serves gives these weights, bit for bit.
 
-    vLLM's own code runs, up to and with its copy into the kernels' tensors. That copy goes, layer
-    by layer, into stand-ins with every bit inverted, which must then equal the kernels' tensors. A
-    layer whose parameter is emptied once its weight is packed (on CPUs) is compared by what it
-    answers. The model is not written to, and serves the same before and after.
+    vLLM's own code runs, up to and with its copy into the kernels' tensors. The copy goes, layer by
+    layer, into stand-ins with every bit inverted, which must then equal the kernels' tensors. A
+    layer whose parameter is emptied once its weight is packed (on CPUs) is compared by its output.
+    The model is not written to, and serves the same before and after.
 
-    Weights in other state than that are not seen: `wtransfer_vllm.check` compares tokens.
+    Weights kept in other state are not seen: `wtransfer_vllm.check` compares tokens.
 
     Args:
         model: The model. No step of it may run meanwhile.
         vllm_config: vLLM's own.
-        weights: What it serves, in the form of the checkpoint; None: vLLM's dummy weights, which
-            are the same at every load.
+        weights: The served weights, in the form of the checkpoint; None: vLLM's dummy weights,
+            which are the same at every load.
 
     Raises:
-        ReloadError: It does not; the text names layer, parameter and cause.
+        ReloadError: The reload does not; the text names layer, parameter and cause.
 
     Cost: one reading of the weights and three passes over the memory of each layer; memory for one
         layer, as the checkpoint and twice as its kernel has it.
@@ -72,7 +72,7 @@ class _Proof(Reload):
     Args:
         model: The model.
         vllm_config: vLLM's own.
-        of_dummies: Whether the weights are those of vLLM's load format ``dummy``.
+        of_dummies: True if the weights are those of vLLM's load format ``dummy``.
     """
 
     def __init__(self, model: nn.Module, vllm_config: Any, *, of_dummies: bool) -> None:
@@ -84,7 +84,7 @@ class _Proof(Reload):
 
     def _prepare(self) -> None:
         super()._prepare()
-        # Loaders write to these at once: to a stand-in that all layers of a tensor share.
+        # Loaders write to these tensors at once: to a stand-in that all layers of a tensor share.
         found = [
             (layer, name, tensor)
             for layer in self._layers
@@ -112,7 +112,7 @@ class _Proof(Reload):
         self, process: Callable[..., None], layer: nn.Module, info: Any, *args: Any
     ) -> None:
         kernel, unsaved = info.kernel_tensors, unsaved_buffers(info)
-        # Those of an attention layer are kept, or made of what other layers have.
+        # Tensors of an attention layer are kept, or made of what other layers have.
         keeps = bool(args)
         self._stand_ins.begin(tensor for tensors in kernel for tensor in tensors.values())
         stand_ins = tuple(
@@ -168,9 +168,9 @@ class _Proof(Reload):
 
 
 class _State:
-    """What a layer, its methods and their kernels hold beside parameters and buffers.
+    """State of a layer, its methods and their kernels beside parameters and buffers.
 
-    Processing puts packed weights there, of the weights that are loaded. So it is put back.
+    Processing puts packed weights there, made of the loaded weights. So the state is put back.
     """
 
     DEPTH = 3
@@ -205,7 +205,7 @@ def _may_hold_weights(value: object) -> bool:
 class _StandIns:
     """Makes stand-ins for tensors of one layer after the other, in the same memory.
 
-    To touch fresh memory takes ten times as long as to copy.
+    Touching fresh memory takes ten times as long as copying.
     """
 
     ALIGNMENT = 64
@@ -215,7 +215,7 @@ class _StandIns:
         self._used: dict[torch.device, int] = {}
 
     def begin(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give up the stand-ins made before, and make room for one of each of these tensors."""
+        """Give up the earlier stand-ins, and make room for one of each of these tensors."""
         self._used.clear()
         wanted: dict[torch.device, int] = {}
         for tensor in tensors:
@@ -253,7 +253,7 @@ def _span(tensor: torch.Tensor) -> int:
 
 
 def _answer(layer: nn.Module, info: Any) -> torch.Tensor | None:
-    """Return what a layer answers whose weight is in none of its parameters; None: of any other."""
+    """Return a layer's output if its weight is in none of its parameters; else None."""
     unpacked = info.restore_metadata[0]
     emptied = [
         name
@@ -283,7 +283,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor | None) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor; in words where that can be, which compare faster."""
+    """Return the bytes of a tensor; in words where possible, which compare faster."""
     flat = tensor.data.contiguous().flatten()
     words = flat.nbytes % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0
     return flat.view(torch.int64 if words else torch.uint8)

@@ -1,7 +1,7 @@
 """Reach a vLLM engine that is a Ray actor, for ``Publisher(hosts=[...])``.
 
-Ray carries the calls that say when; tensors travel beside it, as they do everywhere. Ray pickles
-what it carries, among the members of its own cluster; wtransfer reads none of that.
+Ray carries the calls that time an update; tensors travel beside it, as they do everywhere. Ray
+pickles its messages, among the members of its own cluster; wtransfer reads none of them.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 class RayClient(EngineClient):
     """Reaches an actor whose methods are those of an ``LLM`` or an ``AsyncLLM``.
 
-    ``ray.remote(LLM).remote(model, weight_transfer_config=...)`` is one, and so is a class of your
-    own that passes the calls on. The actor needs this package, as every process of vLLM does; the
-    process of the publisher needs no vLLM.
+    ``ray.remote(LLM).remote(model, weight_transfer_config=...)`` is such an actor, and so is a
+    class of your own that passes the calls on. The actor needs this package, as every process of
+    vLLM does; the process of the publisher needs no vLLM.
 
-    An actor does one call after the other unless it is told otherwise, so an ``LLM`` that
+    An actor runs one call after the other unless configured otherwise, so an ``LLM`` that
     generates lets an update wait until it is done: publish between two calls of ``generate``.
 
     Args:
         actor: Ray's handle.
-        name: What errors and reports call it. Default: Ray's own name of it.
+        name: Name of the engine in errors and reports. Default: Ray's own name of the actor.
         timeout_s: Longest wait for an answer, in seconds; the start of an actor that is still
             loading its model counts.
     """
@@ -42,7 +42,7 @@ class RayClient(EngineClient):
 
     @property
     def is_local(self) -> bool:
-        """Whether the actor is on this node of the cluster; asks it, which may block.
+        """True if the actor is on this node of the cluster; asks the actor, which may block.
 
         Raises:
             WTransferError: As `call`.
@@ -52,7 +52,7 @@ class RayClient(EngineClient):
         return self._is_local
 
     def request(self, make: Callable[[dict[str, Any]], Any], info: dict[str, Any]) -> Any:
-        """Return what becomes vLLM's request in the actor's process."""
+        """Return an object that becomes vLLM's request in the actor's process."""
         return RemoteRequest(make, info)
 
     def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
@@ -60,8 +60,8 @@ class RayClient(EngineClient):
 
         Raises:
             RemoteError: The actor raised; type and text are kept.
-            PeerLostError: It is dead, or its node is.
-            StallError: It did not answer in time.
+            PeerLostError: The actor is dead, or its node is.
+            StallError: The actor did not answer in time.
         """
         ray = _ray()
         limit = timeout_s or self.timeout_s
@@ -88,10 +88,10 @@ class RemoteRequest:
     make: Callable[[dict[str, Any]], Any]
     """`init_request` or `update_request`."""
     info: dict[str, Any] = field(repr=False)
-    """What the workers are told; the publisher's token may be in it."""
+    """The info for the workers; the publisher's token may be in it."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[dict[str, Any]]]:
-        """Become vLLM's request where it is read."""
+        """Become vLLM's request on unpickling."""
         return self.make, (self.info,)
 
 

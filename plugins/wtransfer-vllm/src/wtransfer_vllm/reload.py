@@ -2,9 +2,9 @@
 
 vLLM packs, fuses and quantises parameters after loading. Its layerwise reload takes a model back to
 the form of the checkpoint, loads, processes each layer again once it is complete, and copies the
-result into the tensors that the kernels read. Where that differs from the first load, the model
-computes with something else than it was given, and no error says so. So no update is applied before
-`wtransfer_vllm.proof` has found that the reload of what vLLM serves gives what it serves.
+result into the tensors that the kernels read. Where the result differs from that of the first load,
+the model computes with other weights than it was given, and no error says so. So no update is
+applied before `wtransfer_vllm.proof` has found that the reload of the served weights gives those.
 
 Put right here, by cause:
 
@@ -39,24 +39,24 @@ STOOD_IN = (
     "get_numel_loaded",
     "materialize_layer",
 )
-"""Functions of vLLM's reload that are stood in for while one runs."""
+"""Functions of vLLM's reload that are replaced while one runs."""
 MAX_LISTED = 3
 """Layers that an error lists."""
 
 
 class ReloadError(WTransferError, RuntimeError):
-    """vLLM's reload does not give the weights that were loaded, or that cannot be known."""
+    """vLLM's reload does not give the loaded weights, or the result cannot be known."""
 
 
 class Fault(NamedTuple):
-    """What a reload gets wrong in one layer."""
+    """A fault of a reload in one layer."""
 
     layer: str
     """Name of the layer."""
     tensor: str | None
     """The parameter or buffer; None: the layer as a whole."""
     cause: str
-    """What is wrong."""
+    """The cause."""
 
     def __str__(self) -> str:
         place = f"layer {self.layer!r}" + (f", parameter {self.tensor!r}" if self.tensor else "")
@@ -73,7 +73,7 @@ def reload(model: nn.Module, vllm_config: Any, weights: Iterable[tuple[str, torc
 
     Raises:
         ReloadError: A layer could not be processed, or received nothing.
-        Exception: What the model's loader has raised. After either, complete layers have the new
+        Exception: The error of the model's loader. After either, complete layers have the new
             weights and the others the old ones: another whole load must follow.
     """
     Reload(model, vllm_config).run(weights)
@@ -87,7 +87,7 @@ class Reload:
         vllm_config: vLLM's own.
 
     Raises:
-        ReloadError: This release's reload has another shape than is known here.
+        ReloadError: This release's reload has another shape than the known one.
     """
 
     def __init__(self, model: nn.Module, vllm_config: Any) -> None:
@@ -109,7 +109,7 @@ class Reload:
 
         Raises:
             ReloadError: A layer is at fault.
-            Exception: What the model's loader has raised.
+            Exception: The error of the model's loader.
         """
         from vllm.config import set_current_vllm_config
 
@@ -164,7 +164,8 @@ class Reload:
             process: vLLM's function.
             layer: The layer.
             info: vLLM's state of its reload.
-            *args: What else the function takes: of an attention layer the model's configuration.
+            *args: Further arguments of the function: of an attention layer the model's
+                configuration.
         """
         kernel, unsaved = info.kernel_tensors, unsaved_buffers(info)
         try:
@@ -174,12 +175,13 @@ class Reload:
             self._place(layer, info, kernel, unsaved)
 
     def _fill(self, tensor: torch.Tensor) -> None:
-        """Fill memory that a layer was given, before its weights are loaded into it."""
+        """Fill memory of a layer, before its weights are loaded into it."""
 
     def _keep_freed(self, layer: nn.Module, info: Any) -> None:
         """Keep weights whose kernel's tensor is empty, for the layer that packs them for itself.
 
-        That is processed later, and frees them again: MLA does so with its ``kv_b_proj``.
+        The packing layer is processed later, and frees them again: MLA does so with its
+        ``kv_b_proj``.
         """
         kernel = info.kernel_tensors[0]
         for name, tensor in kernel.items():
@@ -188,7 +190,7 @@ class Reload:
                 kernel[name] = made
 
     def _finish(self, tied: list[nn.Module]) -> None:
-        """Do what is left to do once every layer has its tensors.
+        """Do the remaining work once every layer has its tensors.
 
         Args:
             tied: Layers whose tensors came by other layers. A CPU's kernel has a packed copy.
@@ -227,7 +229,7 @@ class Reload:
             self._copies.replay(layer)
 
         def get_numel_loaded(*args: Any) -> Any:
-            # What a weight loader copies is deferred by vLLM itself.
+            # Copies by a weight loader are deferred by vLLM itself.
             with self._copies.paused():
                 return original["get_numel_loaded"](*args)
 
@@ -258,8 +260,8 @@ class Reload:
     def _forget_first_processing(self) -> Iterator[None]:
         """Have methods that pack experts only the first time do it again.
 
-        Their kernels stay the same objects: captured graphs have their addresses, and what they
-        read are the tensors that a reload copies into.
+        Their kernels stay the same objects: captured graphs have their addresses, and the kernels
+        read the tensors that a reload copies into.
         """
         from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
@@ -287,10 +289,10 @@ class Reload:
                     self._vllm._layerwise_process(layer, info)
 
     def _find_empty(self) -> list[nn.Module]:
-        """Find fault with layers that have received no elements.
+        """Record a fault of each layer that has received no elements.
 
         Returns:
-            Those that share their tensors with a layer that has.
+            Layers that share their tensors with a layer that has received some.
         """
         received: set[int] = set()
         empty: list[tuple[nn.Module, dict[str, torch.Tensor]]] = []
@@ -325,10 +327,10 @@ class Reload:
 
 
 class _DirectCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Notes what a model's loader copies into parameters by itself, while they are without memory.
+    """Notes the copies that a model's loader makes itself, into parameters without memory.
 
-    vLLM's reload defers what goes by a parameter's weight loader. A loader that writes to the
-    parameter would write to the meta device, and its weights would be lost.
+    vLLM's reload defers copies by a parameter's weight loader. A loader that writes to the
+    parameter itself would write to the meta device, and its weights would be lost.
     """
 
     def __init__(self) -> None:
@@ -352,7 +354,7 @@ class _DirectCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             self._num_paused -= 1
 
     def take_numel(self) -> list[tuple[nn.Module, int]]:
-        """Return how many elements each layer has received since the last call."""
+        """Return the number of elements that each layer has received since the last call."""
         taken, self._numel = list(self._numel.items()), {}
         return taken
 
@@ -381,7 +383,7 @@ class _DirectCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
 
 def forget_parts(model: nn.Module) -> None:
-    """Forget what incomplete layers have received so far in a layerwise reload.
+    """Forget the elements that incomplete layers have received so far in a layerwise reload.
 
     Otherwise the end of the reload would complete them over memory that was never written, and a
     second load would count the first one's elements as its own.
@@ -417,8 +419,8 @@ def listed(faults: list[Fault]) -> str:
 def _keeping_scales() -> Iterator[None]:
     """Have each handler of oneDNN for quantised weights keep the scales that it points to.
 
-    vLLM copies scales into the kernel's tensor, and frees those that the handler was made with:
-    from then on it would read whatever comes to lie there.
+    vLLM copies scales into the kernel's tensor, and frees the scales that the handler was made
+    with: from then on the handler would read freed memory.
     """
     ops: Any = importlib.import_module("vllm._custom_ops")
     create = getattr(ops, "create_onednn_scaled_mm", None)

@@ -1,4 +1,4 @@
-"""Tell how a backend of wtransfer is configured in vLLM, for ``wtransfer plugins show``."""
+"""Configuration of a backend of wtransfer in vLLM, for ``wtransfer plugins show``."""
 
 from __future__ import annotations
 

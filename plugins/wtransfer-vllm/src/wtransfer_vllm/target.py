@@ -1,7 +1,6 @@
 """vLLM's model as the target of updates: their form, how they are loaded, and the way back.
 
-How vLLM reloads a model is in `wtransfer_vllm.reload`, and how that is proven in
-`wtransfer_vllm.proof`.
+`wtransfer_vllm.reload` runs vLLM's reload of a model, and `wtransfer_vllm.proof` proves it.
 """
 
 from __future__ import annotations
@@ -30,12 +29,13 @@ logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its
 class VllmTarget:
     """A model that vLLM serves, updated in the form of its checkpoint.
 
-    What an update must consist of is read from the headers of the checkpoint that the model was
-    loaded from, never from what ``load_weights`` returns: that names the same fused parameters when
-    a part of them is missing. Without a checkpoint on disk the first complete update sets the form.
+    The required contents of an update are read from the headers of the checkpoint that the model
+    was loaded from, never from the result of ``load_weights``: the latter names the same fused
+    parameters when a part of them is missing. Without a checkpoint on disk the first complete
+    update sets the form.
 
     The way back before the first commit is that checkpoint, too. Where it is not on disk, or was
-    changed since, there is none, and a failed first commit leaves the worker *empty*.
+    changed since, there is no way back, and a failed first commit leaves the worker *empty*.
 
     Args:
         model: The module.
@@ -57,7 +57,7 @@ class VllmTarget:
         self._touched = False
         self._refusal: str | None = None
         self.proven = False
-        """Whether it is known that what `apply` makes of an update is what was sent."""
+        """True once the result of `apply` is known to equal the update that was sent."""
 
     def schema(self) -> Mapping[str, TensorSpec] | None:
         """Return the checkpoint's form; None: that of the last whole update."""
@@ -66,8 +66,8 @@ class VllmTarget:
     def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load a whole set, and have vLLM process every layer for its kernels.
 
-        If that fails, layers that are not complete have their old weights, and those that are have
-        new ones: a mix, over which another whole load must follow.
+        If the load fails, incomplete layers have their old weights, and complete ones have new
+        weights: a mix, over which another whole load must follow.
         """
         self._touched = True
         self._applied = None
@@ -75,14 +75,14 @@ class VllmTarget:
         self._applied = tensors
 
     def prove(self) -> None:
-        """Raise unless what `apply` makes of an update is what was sent.
+        """Raise unless the result of `apply` is the update that was sent.
 
         To be called on the model's thread while the weights have memory. The first answer stands
-        for the life of the process: what becomes of the weights later does not change how they are
+        for the life of the process: later changes of the weights do not change how they are
         reloaded, and a layer that receives nothing is found at every `apply`.
 
         Raises:
-            ReloadError: It is not, or the weights that vLLM serves are not known.
+            ReloadError: The result differs, or the weights that vLLM serves are not known.
 
         Cost: the first time as `wtransfer_vllm.proof.prove`.
         """
@@ -140,7 +140,7 @@ class VllmTarget:
     def _in_form(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield tensors in the dtypes of the checkpoint, one by one.
 
-        Here and not in the model's loaders: some compare or keep what they are given, and each
+        Cast here and not in the model's loaders: some loaders compare or keep their input, and each
         layer's kernels shall see the very bytes that a checkpoint would have had.
         """
         schema = self._schema or {}
@@ -150,7 +150,7 @@ class VllmTarget:
             yield name, tensor if spec is None else tensor.to(spec.dtype)
 
     def capture(self) -> Mapping[str, torch.Tensor] | None:
-        """Return what was applied last; before that, the checkpoint on disk."""
+        """Return the last applied set; before the first, the checkpoint on disk."""
         if self._touched:
             return self._applied
         if self._checkpoint is None or not self._checkpoint.unchanged():
@@ -158,7 +158,7 @@ class VllmTarget:
         return self._checkpoint
 
     def forget(self) -> None:
-        """Drop what was applied last: the model does not hold it any more."""
+        """Drop the last applied set: the model does not hold it any more."""
         self._touched = True
         self._applied = None
 
@@ -171,7 +171,7 @@ class SeedTarget:
     """
 
     proven = False
-    """So KV cache after a commit has a name that only this process knows."""
+    """False, so KV cache after a commit has a name that only this process knows."""
 
     def __init__(self) -> None:
         self._load_weights: Callable[..., Any] | None = None
@@ -208,18 +208,18 @@ class SeedTarget:
         self._applied = tensors
 
     def capture(self) -> Mapping[str, torch.Tensor] | None:
-        """Return what was applied last, if anything."""
+        """Return the last applied set, if any."""
         return self._applied
 
     def forget(self) -> None:
-        """Drop what was applied last: the model does not hold it any more."""
+        """Drop the last applied set: the model does not hold it any more."""
         self._applied = None
 
 
 def _shares_matrix(model: nn.Module) -> bool:
     """Return whether two layers have one matrix, as an embedding and its head do.
 
-    A layer that its model has under two names, as routers and parts of MLA, is one.
+    A layer that its model has under two names, as routers and parts of MLA, counts once.
     """
     matrices = [
         id(parameter)

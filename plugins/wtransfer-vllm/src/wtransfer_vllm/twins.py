@@ -24,10 +24,10 @@ MIN_LAYERS = 2
 MIN_EXPERTS = 4
 """Fewest experts of a twin, where its model has as many."""
 GAIN = 1.7
-"""Standard deviation of what a random matrix makes of a random vector: with less, every token is as
-probable as any other; with much more, attention sees one token only."""
+"""Standard deviation of the product of a random matrix and a random vector: with less, every token
+is as probable as any other; with much more, attention sees one token only."""
 SPREAD = 0.3
-"""Standard deviation of what is added to vectors: norms, biases."""
+"""Standard deviation of the values added to vectors: norms, biases."""
 NOISE = 0.05
 """Standard deviation by which a disturbed copy differs from its model, relative to each value."""
 MATRIX_NDIM = 2
@@ -39,7 +39,7 @@ TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "
 PREDICTED = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """Names of the number of layers that predict further tokens: no weights of theirs are served."""
 BESIDE = ("token", "vocab", "merges", "generation_config", "preprocessor", "processor", "chat_temp")
-"""How the names of files begin that a twin takes from its model."""
+"""Prefixes of the names of files that a twin takes from its model."""
 
 
 class CheckError(WTransferError, RuntimeError):
@@ -52,7 +52,7 @@ def make_twin(model: Path, into: Path, seed: int) -> None:
     Args:
         model: Folder of the model; its ``config.json`` is enough.
         into: Folder of the twin.
-        seed: Of its values.
+        seed: Seed of its values.
 
     Raises:
         CheckError: Twins of this model cannot be made.
@@ -75,7 +75,7 @@ def make_twin(model: Path, into: Path, seed: int) -> None:
 
 
 def small_config(model: Path) -> tuple[Any, dict[str, Any] | None]:
-    """Return the configuration of a model's twins, and how they are quantised, if they are.
+    """Return the configuration of a model's twins, and their quantisation, if any.
 
     Raises:
         CheckError: Twins of this model cannot be made.
@@ -105,17 +105,17 @@ def small_config(model: Path) -> tuple[Any, dict[str, Any] | None]:
 
 
 def disturb(model: Path, into: Path) -> None:
-    """Write a copy of a model with other weights; what is not weights is linked.
+    """Write a copy of a model with other weights; other files are linked.
 
-    Floats of 16 bits and more are multiplied by 1 and some noise. What is packed in other dtypes
-    has its rows rolled by one, so that it stays valid in whatever way it is packed.
+    Floats of 16 bits and more are multiplied by 1 and some noise. Tensors packed in other dtypes
+    have their rows rolled by one, so that they stay valid in any way of packing.
 
     Args:
         model: Folder of the model.
         into: Folder of the copy.
 
     Raises:
-        CheckError: It has no safetensors files, or there is no room for the copy.
+        CheckError: The model has no safetensors files, or there is no room for the copy.
     """
     from safetensors import safe_open
     from safetensors.torch import save_file
@@ -162,7 +162,7 @@ def _build(config: Any) -> Any:
 
 
 def _kinds(config: Any, by_layer: list[str]) -> set[object]:
-    """Return the classes of a model's modules, and what its configuration says of single layers."""
+    """Return the classes of a model's modules, and the settings of single layers."""
     with torch.device("meta"):
         kinds: set[object] = {type(module) for module in _build(config).modules()}
     _, text, _ = _parts(config)
@@ -170,7 +170,7 @@ def _kinds(config: Any, by_layer: list[str]) -> set[object]:
 
 
 def _parts(config: Any) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """Return all settings, those of the language model within, and their number of layers' name."""
+    """Return all settings, those of the language model, and the name of its number of layers."""
     settings = config.to_dict()
     text = config.get_text_config()
     inside = [name for name in config.sub_configs if getattr(config, name, None) is text]
@@ -202,7 +202,7 @@ def _shrink(config: Any, by_layer: list[str], num_layers: int) -> Any:
 
 
 def _num_experts(text: dict[str, Any]) -> int:
-    """Return how many experts there must be for a choice among them, in each group of them."""
+    """Return the number of experts needed for a choice among them, in each group of them."""
     top_k = max((text[name] for name in TOP_K if isinstance(text.get(name), int)), default=1)
     groups, chosen = text.get("n_group") or 1, text.get("topk_group") or 1
     least = max(MIN_EXPERTS, top_k + 1, 2 * groups, math.ceil(top_k / chosen) * groups)

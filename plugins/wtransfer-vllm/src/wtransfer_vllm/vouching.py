@@ -1,8 +1,8 @@
 """Name KV cache by the checkpoint that vLLM has loaded, until a publisher sends other weights.
 
 A worker that has loaded a checkpoint from disk names its KV cache by the fingerprint that a push of
-that checkpoint would have. So instances that have loaded equal weights share it, a restarted one
-finds what it has stored, and so does one that has received the same weights.
+that checkpoint would have. So instances that have loaded equal weights share KV, a restarted
+instance finds the KV that it has stored, and so does one that has received the same weights.
 
 The fingerprint is read from the checkpoint's seal, or worked out once on a host and kept in a
 folder of this user (``WTRANSFER_CACHE``, else ``$XDG_CACHE_HOME/wtransfer``, else
@@ -53,9 +53,9 @@ def vouch_for_checkpoint(vllm_config: Any) -> None:
 
     Called once in each worker process, right after the model was loaded and before any request.
 
-    A sealed checkpoint's fingerprint is in its ``wtransfer.json``. That of another is worked out
-    in the background, by one process of the host, and stored for all; until it is known, the
-    process has no weight version, and shares KV with no other. A commit, or
+    A sealed checkpoint's fingerprint is in its ``wtransfer.json``. The fingerprint of another is
+    worked out in the background, by one process of the host, and stored for all; until it is known,
+    the process has no weight version, and shares KV with no other. A commit, or
     `weights_were_replaced`, in the meantime counts. Where the fingerprint cannot be known (other
     load formats, no files, a draft model with files of its own, a file that cannot be read), KV
     cache has a name that only this process knows, and the log says why.
@@ -109,12 +109,12 @@ def _give_up(vouch: Vouch, error: Exception) -> None:
 def weights_were_replaced(worker: Any, why: str) -> None:
     """Give this worker's KV cache a new name that only its process knows; runs in each worker.
 
-    For weights that another weight backend or ``reload_weights`` has brought. Publishers are told
-    where a session has one. Called by the engine core between two steps.
+    For weights that another weight backend or ``reload_weights`` has brought. Publishers are
+    notified where a session has one. Called by the engine core between two steps.
 
     Args:
         worker: vLLM's own.
-        why: What became of the weights, for people.
+        why: Cause of the replacement, for people.
     """
     member = member_of(worker)
     if member is not None:
@@ -128,7 +128,7 @@ class Known(msgspec.Struct, frozen=True):
     format: Literal["wtransfer-fingerprint/1"]
     """Name and version of this format."""
     folder: str
-    """The checkpoint's."""
+    """Folder of the checkpoint."""
     files: list[FileState]
     """The files that were digested."""
     fingerprint: Digest
@@ -139,15 +139,15 @@ class CheckpointFiles:
     """The files of a checkpoint as they are at this moment, and their fingerprint.
 
     Args:
-        folder: Where they are.
+        folder: Folder of the files.
 
     Raises:
-        SourceError: They cannot be looked at.
+        SourceError: The files cannot be looked at.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(os.path.realpath(folder))
-        """Where they are, without links."""
+        """Folder of the files, without links."""
         self.states = self._look()
         """Their states, by name."""
 
@@ -165,8 +165,8 @@ class CheckpointFiles:
             self._check_all_read(source)
             if source.manifest is not None:
                 seal = FileState.of(self.folder / MANIFEST_NAME)
-                # What was written, or put there, after the seal may be something else; and within
-                # one tick of the kernel's clock nothing tells what came first.
+                # A file that was written, or put there, after the seal may be something else; and
+                # within one tick of the kernel's clock the order is unknown.
                 if all(
                     each.mtime_ns <= seal.mtime_ns and each.ctime_ns < seal.ctime_ns
                     for each in self.states
@@ -180,10 +180,11 @@ class CheckpointFiles:
         """Work the fingerprint out and store it, unless another process has done so meanwhile.
 
         Raises:
-            SourceError: This is no checkpoint, cannot be read, or was changed since the first look.
-            ManifestError: It names something that no update can hold.
+            SourceError: The folder holds no checkpoint, cannot be read, or was changed since the
+                first look.
+            ManifestError: The checkpoint names something that no update can hold.
 
-        Cost: reads everything once, and waits for another process of this host that does.
+        Cost: reads every tensor once, and waits for another process of this host that does.
         """
         with contextlib.ExitStack() as stack:
             try:
@@ -196,7 +197,7 @@ class CheckpointFiles:
             if known is None:
                 known = self._digested()
                 try:
-                    # Those of writers that were killed: under the lock there is no other writer.
+                    # Files of killed writers: under the lock there is no other writer.
                     cache.sweep(lambda name: temporary_of(name) is not None)
                     cache.replace(_NAME, msgspec.json.encode(self._entry(known)))
                 except WTransferError as error:
@@ -212,7 +213,7 @@ class CheckpointFiles:
         return found
 
     def _check_all_read(self, source: CheckpointSource) -> None:
-        """Raise unless it is known which files vLLM has read."""
+        """Raise unless the files that vLLM has read are known."""
         more = {self.folder / state.name for state in self.states} - source.files
         more.discard(self.folder / INDEX_NAME)
         if more:
@@ -222,7 +223,7 @@ class CheckpointFiles:
             )
 
     def _stored(self, cache: Folder) -> str | None:
-        # A file that is damaged, or no file, is as none: it will be replaced.
+        # A damaged file, or no file, counts as none: it will be replaced.
         with contextlib.suppress(WTransferError, msgspec.DecodeError, UnicodeDecodeError):
             raw = cache.read(_NAME, _MAX_NBYTES)
             known = None if raw is None else msgspec.json.decode(raw, type=Known)
@@ -238,7 +239,7 @@ class CheckpointFiles:
         """Open this checkpoint's folder of the cache.
 
         Raises:
-            StorageError: It cannot be made or opened, or others than this user may write to it.
+            StorageError: The folder cannot be made or opened, or other users may write to it.
         """
         given = os.environ.get(VARIABLE) or os.environ.get("XDG_CACHE_HOME")
         try:
