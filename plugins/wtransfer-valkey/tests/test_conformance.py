@@ -34,6 +34,7 @@ class TestValkeyTierKilled(TestValkeyTier):
     deadline_s = 150.0
 
 
+@pytest.mark.nightly  # its tier passes the kit of tiers each time, and so does the connector its own
 class TestValkey(ConnectorConformance):
     connector = "OffloadingConnector"
     is_shared = True
