@@ -26,6 +26,7 @@ def test_every_value_differs_from_the_round_before():
     assert not weights.are_of(tensors, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["gloo-buckets", "checkpoint"])
 def test_other_way_brings_every_tensor_to_every_worker(runner, way):
     settings = Settings(workers=(2,))
