@@ -17,7 +17,7 @@ RUNS = {
         {
             *("adopt", "copy", "adopt-cpu", "copy-cpu"),
             *("gloo", "gloo-buckets", "checkpoint", "packed", "small", "memory"),
-            *("push", "push-again", "gap", "pause", "death"),
+            *("control", "push", "push-again", "gap", "pause", "death"),
         },
     ),
     "offload": (

@@ -19,6 +19,7 @@ def run(runner, connector, decode=connectors.decode, prefill=connectors.prefill,
     return runner.run("a test", decode, prefill, 1, **keywords, **of_prefill)
 
 
+@pytest.mark.slow
 def test_rounds_of_a_connector_are_timed_beside_plain_copies(runner):
     found = run(runner, SHM).trainer
     assert found.keys() == {"load", "load_memcpy", "save", "save_memcpy"}

@@ -3,7 +3,7 @@ import pytest
 from bench_cases import Prepared
 
 from wtransfer.bench import weights
-from wtransfer.bench.harness import MIB, Spread
+from wtransfer.bench.harness import MIB, Outcome, Spread
 from wtransfer.bench.weights import Gaps, Rounds, Settings, TensorSet
 from wtransfer.errors import PeerLostError
 
@@ -26,6 +26,7 @@ def test_every_value_differs_from_the_round_before():
     assert not weights.are_of(tensors, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["gloo-buckets", "checkpoint"])
 def test_other_way_brings_every_tensor_to_every_worker(runner, way):
     settings = Settings(workers=(2,))
@@ -86,6 +87,29 @@ def test_a_push_is_that_of_a_new_publisher_and_again_that_of_one_with_touched_se
     prepared = Prepared({"push": [4.0, 8.0], "push-again": [3.0, 2.0], "copy_s": [2.0, 2.0]})
     result = weights.measure_push(Settings(), "push", prepared)
     assert result.spread == Spread(3.0, 2.0, 4.0)
+
+
+def test_played_worker_is_sent_as_much_with_few_tensors_as_with_many(runner, monkeypatch):
+    monkeypatch.setattr(weights, "_PLAYED_WORKERS", 3)
+    few, many = (weights.run_control(runner, Settings(num_rounds=1), each) for each in (2, 3000))
+    assert few.nbytes == many.nbytes > 0
+    assert min(few.one_worker_cpu_s, many.one_worker_cpu_s) > 0
+
+
+@pytest.mark.parametrize(("nbytes", "ratio"), [(400, 3.0), (2000, 5.0)])
+def test_control_is_the_ratio_of_cpu_or_bytes_of_one_more_worker(nbytes, ratio):
+    class PreparedBySize:
+        def run(self, name, _trainer, _worker, num_workers, tensors, num_rounds):
+            each_s, size = {200: (0.001, 400), 20_000: (0.003, nbytes)}[tensors.number]
+            cpu_s = 0.1 + (num_workers - 1) * each_s
+            # The first round brings the manifest.
+            sizes = [10**6, *[size] * num_rounds]
+            return Outcome([cpu_s + 1, cpu_s], [sizes] * num_workers)
+
+    result = weights.measure_control(Settings(), PreparedBySize())
+    assert result.spread == pytest.approx((ratio, ratio, ratio))
+    assert result.beside["many_cpu_us"] == pytest.approx(3000)
+    assert result.reached is False
 
 
 def test_share_is_the_time_of_two_copies_by_that_of_a_round():

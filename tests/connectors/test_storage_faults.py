@@ -35,7 +35,14 @@ FOR_EVER = (errno.ENOSPC, errno.EROFS, errno.EMFILE)
 CASES = [
     pytest.param(errno.EIO, False, 7, id="EIO once"),
     *(
-        pytest.param(each, True, 3, id=f"{errno.errorcode[each]} for ever", marks=pytest.mark.slow)
+        # A read-only disk is a real one, below.
+        pytest.param(
+            each,
+            True,
+            3,
+            id=f"{errno.errorcode[each]} for ever",
+            marks=pytest.mark.nightly if each == errno.EROFS else pytest.mark.slow,
+        )
         for each in FOR_EVER
     ),
     *(

@@ -85,6 +85,7 @@ def test_of_a_worker_killed_while_a_bucket_travels_nothing_is_left_in_the_others
     assert not any(left_over), left_over
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stops", [1, pytest.param(6, marks=pytest.mark.nightly)])
 def test_a_worker_resumed_from_the_midst_of_a_bucket_cannot_write_into_a_later_version(
     flow, failing, num_stops

@@ -34,7 +34,13 @@ def side_of(zygote, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("case", SIDES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] if each == "acme-shelf" else [])
+        for each in SIDES
+    ],
+)
 def test_sides_of_a_connector_in_two_versions_are_refused_in_one_sentence(
     pip_install, side_of, case
 ):

@@ -151,6 +151,7 @@ def test_every_test_of_the_kit_catches_a_broken_backend(kind):
 
 
 # Without it a connector that never reports a load takes minutes, a deadline for each test.
+@pytest.mark.slow  # `test_pytest_plugin.py` has a failed smoke test of the smallest kit each time
 def test_failed_smoke_test_skips_the_other_tests(tmp_path):
     node = f"{HERE / 'broken_connectors.py'}::TestReportsNoLoads"
     found = run(node, file=tmp_path / "junit.xml")

@@ -117,6 +117,7 @@ def test_kits_of_installed_backends_run_by_their_names(tmp_path):
     assert done.returncode == 1
 
 
+@pytest.mark.slow  # a kit of its own for two lines
 def test_seconds_and_reasons_of_skips_are_shown(tmp_path):
     done = run_installed(
         tmp_path,
@@ -133,11 +134,17 @@ def test_seconds_and_reasons_of_skips_are_shown(tmp_path):
     [
         ([], "name the backend whose kit shall run: --pyargs wtransfer.testing --wtransfer-engine"),
         (["--wtransfer-engine", "smh"], "Invalid weight transfer backend: smh. Available engines:"),
-        (
+        # Which kit it is, is asked of `kit_class` below as well.
+        pytest.param(
             ["--wtransfer-tier", "CPUOffloadingSpec"],
             "'CPUOffloadingSpec' is a spec: run the kit",
+            marks=pytest.mark.slow,
         ),
-        (["--wtransfer-spec", "file"], "'file' is a tier: run the kit of tiers"),
+        pytest.param(
+            ["--wtransfer-spec", "file"],
+            "'file' is a tier: run the kit of tiers",
+            marks=pytest.mark.slow,
+        ),
         (["--wtransfer-engine", "shm", "--wtransfer-option", "x"], "expected KEY=VALUE, got 'x'"),
         (
             ["--wtransfer-engine", "shm", "--wtransfer-attribute", "deadlines=1"],
@@ -228,6 +235,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow  # two engines through their whole kit
 def test_kit_runs_from_python_on_a_class_of_the_main_module(tmp_path):
     # Settings and conftest files of the folder are not the kit's.
     (tmp_path / "conftest.py").write_text("1 / 0")

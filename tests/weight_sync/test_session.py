@@ -401,6 +401,7 @@ with Fleet({"w": torch.ones(3)}) as fleet:
 """
 
 
+@pytest.mark.slow  # an interpreter of its own, with torch
 def test_round_runs_where_bytes_in_text_are_errors():
     ran = subprocess.run(
         [sys.executable, "-bb", "-c", ROUND],

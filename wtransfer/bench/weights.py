@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import subprocess
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +19,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -40,18 +41,37 @@ from wtransfer.bench.harness import (
 )
 from wtransfer.checkpoint.source import CheckpointSource
 from wtransfer.deadline import Deadline
+from wtransfer.engines.interface import TrainerInitInfo, TrainerWeightTransferEngine
 from wtransfer.errors import (
     ChecksumError,
     IncompleteUpdateError,
     StallError,
     WTransferError,
 )
+from wtransfer.transport.channel import Dialer
+from wtransfer.weight_sync.messages import (
+    CODEC,
+    Accept,
+    Ack,
+    Commit,
+    Data,
+    Hello,
+    Init,
+    Plan,
+    Prepare,
+    Ready,
+    Received,
+    Vote,
+)
 from wtransfer.weight_sync.trainer.source import StateDictSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
+    import msgspec
+
     from wtransfer.bench.harness import Runner, Setup
+    from wtransfer.transport.channel import Connection
     from wtransfer.weight_sync.report import Report
 
 Tensors = dict[str, torch.Tensor]
@@ -60,6 +80,8 @@ Tensors = dict[str, torch.Tensor]
 _WARM_UP_ROUNDS = 2
 _JOIN_S = 60.0
 _SMALL_NBYTES = 4096
+_FEW_TENSORS = 200
+_PLAYED_WORKERS = 50
 # Larger buckets are fresh memory each time, and take twice as long.
 _BUCKET_NBYTES = 16 * MIB
 # Larger updates take as many copies, and the kernel long to count them.
@@ -186,6 +208,12 @@ def rows(settings: Settings) -> Iterator[Row]:
     # The goals of these are those of shared memory only.
     if engine != "shm":
         return
+    yield row(
+        "control",
+        f"trainer's CPU, or bytes sent, for one more worker in a round, whichever grows more: with "
+        f"{settings.num_small} tensors / with {_FEW_TENSORS}",
+        measure_control,
+    )
     for name, what in (("push", "as `wtransfer push` does"), ("push-again", "by the same process")):
         yield row(
             name,
@@ -271,6 +299,29 @@ def measure_small(settings: Settings, runner: Runner) -> Result:
         beside[f"{name}_each_us"] = median(seconds) / number * 1e6
     each_us = Spread.of((seconds - one_s) / number * 1e6 for seconds in many.seconds)
     return Result(each_us, "us", Goal("<=", 10.0), beside, many.stages())
+
+
+def measure_control(settings: Settings, runner: Runner) -> Result:
+    few = run_control(runner, settings, _FEW_TENSORS)
+    many = run_control(runner, settings, settings.num_small)
+    return Result(
+        Spread.of([max(many.cpu_s / few.cpu_s, many.nbytes / few.nbytes)]),
+        goal=Goal("<=", 1.5),
+        beside={
+            "workers": float(_PLAYED_WORKERS),
+            **{
+                f"{name}_{what}": value
+                for name, found in (("few", few), ("many", many))
+                for what, value in (
+                    ("nbytes", found.nbytes),
+                    ("cpu_us", 1e6 * found.cpu_s),
+                    ("one_worker_cpu_us", 1e6 * found.one_worker_cpu_s),
+                )
+            },
+        },
+        note="workers are played, which answer and hold nothing; CPU is the difference between "
+        f"rounds of {_PLAYED_WORKERS} and of one, by the number of the others",
+    )
 
 
 def measure_push(settings: Settings, row: str, runner: Runner) -> Result:
@@ -438,6 +489,39 @@ def run_other_way(
     return found
 
 
+class Control(NamedTuple):
+    """What the trainer does for one worker in one round, beside what its engine sends."""
+
+    cpu_s: float
+    """CPU seconds for each worker but the first."""
+    one_worker_cpu_s: float
+    """CPU seconds of a round with one worker, without those in which the source is read."""
+    nbytes: int
+    """Bytes that a worker is sent."""
+
+
+def run_control(runner: Runner, settings: Settings, num_tensors: int) -> Control:
+    """Run rounds of so many small tensors with one played worker, and with many."""
+    # They are short.
+    num_rounds = 4 * settings.num_rounds
+    one, all_ = (
+        runner.run(
+            f"control, tensors: {num_tensors}, workers: {num_workers}",
+            *(publish_nothing, answer, num_workers),
+            tensors=TensorSet("equal", 64, num_tensors),
+            num_rounds=num_rounds,
+        )
+        for num_workers in (1, _PLAYED_WORKERS)
+    )
+    # What else the machine does only adds to CPU seconds.
+    one_worker_cpu_s, cpu_s = min(one.trainer), min(all_.trainer)
+    return Control(
+        (cpu_s - one_worker_cpu_s) / (_PLAYED_WORKERS - 1),
+        one_worker_cpu_s,
+        max(max(sizes[-num_rounds:]) for sizes in all_.workers),
+    )
+
+
 class Gaps(NamedTuple):
     """The longest waits for a token around one round, in seconds."""
 
@@ -578,6 +662,91 @@ def join(
         return [
             time.process_time() for _ in _while_published(session) if session.commit_pending(0.1)
         ]
+
+
+class SilentTrainer(TrainerWeightTransferEngine[TrainerInitInfo]):
+    """Has every tensor digested, and sends none."""
+
+    init_info_cls = TrainerInitInfo
+    source_s: ClassVar[float] = 0.0
+    """CPU seconds of this process so far in which the source was read: metadata and digests."""
+    _sent_at_s = 0.0
+
+    def send_weights(self) -> None:
+        """Let every worker receive nothing, once."""
+        assert self.source is not None
+        for _ in self.source.iter_full():
+            pass
+        # All that this thread has done since, before the round's plan and in it.
+        SilentTrainer.source_s += time.thread_time() - self._sent_at_s
+        self.client.update_weights({})
+        self._sent_at_s = time.thread_time()
+
+
+def publish_nothing(setup: Setup, tensors: Sequence[Any], num_rounds: int) -> list[float]:
+    """Publish to played workers; return the CPU seconds of each round beside reading the source."""
+    weights = make(tensors)
+    seconds = []
+    with Publisher(
+        weights, trainer=SilentTrainer, listen=setup.address, token=setup.token
+    ) as publisher:
+        publisher.wait_for_workers(setup.num_workers, _JOIN_S)
+        for number in range(_WARM_UP_ROUNDS + num_rounds):
+            renew(weights, number)
+            began_s = time.process_time() - SilentTrainer.source_s
+            publish_one(publisher, number)
+            seconds.append(time.process_time() - SilentTrainer.source_s - began_s)
+    return seconds[_WARM_UP_ROUNDS:]
+
+
+def answer(setup: Setup, **_others: Any) -> list[int]:
+    """Play a worker until the publisher is gone; return the bytes that it was sent in each round.
+
+    It answers at once. The work of as many sessions on one host would make a round long, and the
+    trainer's CPU that of a long round, in which everything reports its progress.
+    """
+    name, gone = str(os.getpid()), threading.Event()
+    sizes: list[int] = []
+    version = fingerprint = ""
+
+    def reply(message: msgspec.Struct) -> msgspec.Struct | None:
+        nonlocal version, fingerprint
+        match message:
+            case Init():
+                return Ready(message.epoch)
+            case Plan():
+                sizes.append(0)
+                version = message.version
+                return Accept(message.round_id, [])
+            case Data():
+                return Received(message.round_id, message.seq)
+            case Prepare():
+                fingerprint = message.fingerprint
+                return Vote(message.round_id, fingerprint, 0, {})
+            case Commit():
+                return Ack(message.round_id, "committed", version, fingerprint, "serving", {})
+        return None
+
+    def on_message(connection: Connection, message: msgspec.Struct) -> None:
+        said = reply(message)
+        if sizes:
+            sizes[-1] += len(CODEC.encode(message))
+        if said is not None:
+            connection.send(said)
+
+    dialer = Dialer(
+        CODEC,
+        address=setup.address,
+        token=setup.token,
+        on_open=lambda connection: connection.send(
+            Hello(name, name, 0, 1, None, f"local:{name}", "fresh")
+        ),
+        on_message=on_message,
+        on_close=lambda _connection, _error: gone.set(),
+    )
+    gone.wait(CASE_S)
+    dialer.close()
+    return sizes
 
 
 _PUSHES = 3

@@ -34,6 +34,7 @@ class TestValkeyTierKilled(TestValkeyTier):
     deadline_s = 150.0
 
 
+@pytest.mark.nightly  # the tier and the connector pass their own kits in less time
 class TestValkey(ConnectorConformance):
     connector = "OffloadingConnector"
     is_shared = True

@@ -79,6 +79,16 @@ def weights():
     return {"A": tiny_models.weights(1), "B": tiny_models.weights(2)}
 
 
+@pytest.fixture(scope="session")
+def in_process(models, tmp_path_factory):
+    """An engine in one process, of model A at first; each test begins with what it publishes."""
+    from engines import Engine
+
+    options = {"model": str(models / "A"), "weight_transfer_config": {"backend": "shm"}}
+    with contextlib.closing(Engine(tmp_path_factory.mktemp("host"), **options)) as engine:
+        yield engine
+
+
 @pytest.fixture
 def joined(engine, weights):
     """Maker of a publisher that the module's engine has joined, and of what it holds, by name."""
@@ -111,14 +121,31 @@ def fresh(models, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def fresh_kv(sealed, tmp_path_factory):
-    """Model's name -> the answers of a fresh vLLM without us, as `kv.check_same` compares them."""
+def fresh_kv_of(sealed, tmp_path_factory):
+    """Number of tokens -> answers by model's name, of a fresh vLLM without us."""
     from engines import ask_each
     from kv import PROMPTS, start
 
     folder = tmp_path_factory.mktemp("fresh")
     engines = {name: start(folder, sealed / name) for name in ("A", "B")}
-    return ask_each(engines, lambda engine: engine.do("answer", PROMPTS))
+    longest = ask_each(engines, lambda engine: engine.do("answer", PROMPTS, 40))
+    assert longest["A"][0]["tokens"] != longest["B"][0]["tokens"]
+
+    def cut(answer, num_tokens):
+        if len(answer["tokens"]) <= num_tokens:
+            return answer
+        shorter = {key: answer[key][:num_tokens] for key in ("tokens", "likely")}
+        return answer | shorter | {"ended": "length"}
+
+    return lambda num_tokens: {
+        name: [cut(each, num_tokens) for each in answers] for name, answers in longest.items()
+    }
+
+
+@pytest.fixture(scope="session")
+def fresh_kv(fresh_kv_of):
+    """Model's name -> the answers of a fresh vLLM without us, as `kv.check_same` compares them."""
+    return fresh_kv_of(16)
 
 
 @pytest.fixture(scope="session")

@@ -19,14 +19,8 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
-def engine(models, tmp_path_factory):
-    engine = Engine(
-        tmp_path_factory.mktemp("host"),
-        model=str(models / "A"),
-        weight_transfer_config={"backend": "shm"},
-    )
-    yield engine
-    engine.close()
+def engine(in_process):
+    return in_process
 
 
 @pytest.fixture

@@ -24,12 +24,12 @@ nightly = pytest.mark.nightly
 
 
 def shapes(kinds, smoke=None):
-    """Return each kind in one process, and nightly in three and on two ranks, but for a smoke."""
+    """Return each kind in one process, but for a smoke in three; the others are nightly."""
     found = []
     for kind in kinds:
         marks = [] if kind == smoke else [nightly]
-        # Of built-in tiers, tests of their own show more.
-        in_one = [nightly] if kind in {"tiering", "storage"} else []
+        # Of built-in ones, tests of their own show more.
+        in_one = [nightly] if kind in {"offloading", "tiering", "storage", smoke} else []
         found += [
             pytest.param(kind, IN_ONE, id=f"{kind}, one process", marks=in_one),
             pytest.param(kind, IN_THREE, id=f"{kind}, three processes", marks=marks),

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import wtransfer
-from engines import ask_each, publish
+from engines import publish
 from kv import (
     LOCAL_HITS,
     OFFLOADING,
@@ -32,13 +32,9 @@ def held_offloading(folder):
 
 
 @pytest.fixture(scope="module")
-def fresh(sealed, tmp_path_factory):
+def fresh(fresh_kv_of):
     """Model's name -> the answers of a fresh vLLM of its own: tokens, and how probable they are."""
-    folder = tmp_path_factory.mktemp("fresh")
-    engines = {name: start(folder, sealed / name) for name in ("A", "B")}
-    answers = ask_each(engines, lambda engine: engine.do("answer", PROMPTS, NUM_TOKENS))
-    assert answers["A"][0]["tokens"] != answers["B"][0]["tokens"]
-    return answers
+    return fresh_kv_of(NUM_TOKENS)
 
 
 @pytest.fixture
@@ -63,10 +59,10 @@ def serving(sealed, weights, tmp_path):
             engine.invite(publisher)
             publisher.wait_for_workers(1, timeout_s=20)
 
-            def change_to(name):
+            def change_to(name, label=None):
                 for key, tensor in weights[name].items():
                     held[key].copy_(tensor)
-                report = publish(publisher, engine, name)
+                report = publish(publisher, engine, label or name)
                 assert report.ok, report
 
             return engine, change_to
@@ -150,7 +146,8 @@ def test_weights_that_come_back_find_their_own_blocks_again_also_in_a_second_vll
     served, hits = count_hits(second, lambda: second.do("answer", PROMPTS, NUM_TOKENS))
     check_same(served, fresh["A"])
     assert hits > 0
-    change_second_to("B")
+    # A label names nothing: this one is that of the other weights in the first vLLM.
+    change_second_to("B", label="A")
     served, hits = count_hits(second, lambda: second.do("answer", PROMPTS, NUM_TOKENS))
     check_same(served, fresh["B"])
     assert hits > 0

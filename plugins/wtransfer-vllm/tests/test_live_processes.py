@@ -8,21 +8,30 @@ from engines import (
     PROMPTS,
     Engine,
     HostError,
+    ask_each,
     await_commit,
     check_update,
     publish,
     report_of,
     start_ranks,
 )
+from starting import check_costs, noted
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def engine(models, tmp_path_factory):
+def startup(tmp_path_factory):
+    """Where the engine's processes note how they start, and the environment for that."""
+    return noted(tmp_path_factory.mktemp("startup"))
+
+
+@pytest.fixture(scope="module")
+def engine(models, startup, tmp_path_factory):
     engine = Engine(
         tmp_path_factory.mktemp("host"),
         processes=3,
+        env=startup[1],
         model=str(models / "A"),
         weight_transfer_config={"backend": "shm"},
     )
@@ -36,6 +45,20 @@ def ranks(models, tmp_path_factory):
     engine = start_ranks(folder, models / "A", weight_transfer_config={"backend": "shm"})
     yield engine
     engine.close()
+
+
+@pytest.fixture(scope="module")
+def fresh_ranks(ranks, models, tmp_path_factory):
+    """Model's name -> tokens of two ranks as they were loaded: of A, before any update."""
+    of_b = start_ranks(tmp_path_factory.mktemp("fresh"), models / "B")
+    ranks.wait_started()
+    assert ranks.do("label") == "default"
+    return {"A": ranks.tokens(PROMPTS)} | ask_each({"B": of_b}, lambda b: b.tokens(PROMPTS))
+
+
+def test_each_of_an_engines_processes_registers_once(engine, startup, record_property):
+    engine.wait_started()
+    check_costs(startup[0], 3, record_property)
 
 
 def test_three_processes_serve_the_new_weights_and_the_old_again(engine, weights, fresh):

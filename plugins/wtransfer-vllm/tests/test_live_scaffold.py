@@ -35,7 +35,15 @@ def env(tmp_path_factory):
     return install(packages.values(), folder / "site")
 
 
-@pytest.mark.parametrize("kind", CONNECTORS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "connector",
+        # By the adapter they come as those of third parties do in `test_live_kv.py`.
+        pytest.param("spec", marks=pytest.mark.nightly),
+        pytest.param("tier", marks=pytest.mark.nightly),
+    ],
+)
 def test_prefixes_come_back_until_the_weights_change(kind, env, sealed, fresh_kv, tmp_path):
     weights = {"weight_transfer_config": {"backend": "acme-engine"}}
     env = env | {"WTRANSFER_CACHE": str(tmp_path / "cache")}

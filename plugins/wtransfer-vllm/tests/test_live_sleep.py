@@ -11,21 +11,14 @@ import sys
 import time
 
 import pytest
-from engines import PROMPTS, Engine, HostError, await_commit, publish
+from engines import PROMPTS, HostError, await_commit, publish
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
-def engine(models, tmp_path_factory):
-    engine = Engine(
-        tmp_path_factory.mktemp("host"),
-        model=str(models / "A"),
-        weight_transfer_config={"backend": "shm"},
-        worker_extension_cls="sleeping.Sleeping",
-    )
-    yield engine
-    engine.close()
+def engine(in_process):
+    return in_process
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import time
 import types
 
 import faults
+import torch
 
 
 class Breaking:
@@ -34,6 +35,12 @@ class Breaking:
         vars(self).pop("faults", contextlib.ExitStack()).close()
         target = self.weight_transfer_engine.member._target
         target.proven, target._refusal = False, None
+
+    def let_memory_go(self):
+        """Leave in the model what was never written, as sleep at level 2 does on a GPU."""
+        with torch.no_grad():
+            for parameter in self.model_runner.model.parameters():
+                parameter.fill_(0.125)
 
     def pace(self, step_s):
         """Let every step take so long at least, from here on; 0: as fast as it can."""

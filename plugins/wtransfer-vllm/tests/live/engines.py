@@ -125,11 +125,16 @@ class Engine:
     def join(self, address, token):
         self.do("init", {"wtransfer": {"address": address, "token": token}})
 
-    def close(self):
+    def hang_up(self):
+        """Let the process end, without waiting for that."""
         if self._stream is not None:
             with contextlib.suppress(OSError):
                 self._stream.close()
             self._line.close()
+
+    def close(self):
+        self.hang_up()
+        if self._stream is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(20)
         self._listener.close()
@@ -214,6 +219,8 @@ def ask_each(engines, ask):
     try:
         return {name: ask(engine) for name, engine in engines.items()}
     finally:
+        for engine in engines.values():
+            engine.hang_up()
         for engine in engines.values():
             engine.close()
 

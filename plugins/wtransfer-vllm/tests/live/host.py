@@ -5,6 +5,7 @@ python host.py NAME_OF_ABSTRACT_SOCKET '{"model": ..., ...options of LLM...}'
 
 from __future__ import annotations
 
+import atexit
 import collections
 import dataclasses
 import json
@@ -266,6 +267,11 @@ def main():
                 traceback.print_exc()
                 answer = {"error": f"{type(error).__name__}: {error}"}
             print(json.dumps(answer), file=stream, flush=True)
+    # All that is to be done at an exit; what the interpreter does after it takes seconds.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
