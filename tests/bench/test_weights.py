@@ -89,8 +89,7 @@ def test_a_push_is_that_of_a_new_publisher_and_again_that_of_one_with_touched_se
     assert result.spread == Spread(3.0, 2.0, 4.0)
 
 
-def test_played_worker_is_sent_as_much_with_few_tensors_as_with_many(runner, monkeypatch):
-    monkeypatch.setattr(weights, "_PLAYED_WORKERS", 3)
+def test_played_worker_is_sent_as_much_with_few_tensors_as_with_many(runner):
     few, many = (weights.run_control(runner, Settings(num_rounds=1), each) for each in (2, 3000))
     assert few.nbytes == many.nbytes > 0
     assert min(few.one_worker_cpu_s, many.one_worker_cpu_s) > 0
@@ -99,12 +98,12 @@ def test_played_worker_is_sent_as_much_with_few_tensors_as_with_many(runner, mon
 @pytest.mark.parametrize(("nbytes", "ratio"), [(400, 3.0), (2000, 5.0)])
 def test_control_is_the_ratio_of_cpu_or_bytes_of_one_more_worker(nbytes, ratio):
     class PreparedBySize:
-        def run(self, name, _trainer, _worker, num_workers, tensors, num_rounds):
+        def run(self, name, *_, tensors, num_rounds, num_played):
             each_s, size = {200: (0.001, 400), 20_000: (0.003, nbytes)}[tensors.number]
-            cpu_s = 0.1 + (num_workers - 1) * each_s
+            cpu_s = 0.1 + (num_played - 1) * each_s
             # The first round brings the manifest.
             sizes = [10**6, *[size] * num_rounds]
-            return Outcome([cpu_s + 1, cpu_s], [sizes] * num_workers)
+            return Outcome([cpu_s + 1, cpu_s], [[sizes] * num_played])
 
     result = weights.measure_control(Settings(), PreparedBySize())
     assert result.spread == pytest.approx((ratio, ratio, ratio))

@@ -506,19 +506,20 @@ def run_control(runner: Runner, settings: Settings, num_tensors: int) -> Control
     num_rounds = 4 * settings.num_rounds
     one, all_ = (
         runner.run(
-            f"control, tensors: {num_tensors}, workers: {num_workers}",
-            *(publish_nothing, answer, num_workers),
+            f"control, tensors: {num_tensors}, workers: {num_played}",
+            *(publish_nothing, play_workers, 1),
             tensors=TensorSet("equal", 64, num_tensors),
             num_rounds=num_rounds,
+            num_played=num_played,
         )
-        for num_workers in (1, _PLAYED_WORKERS)
+        for num_played in (1, _PLAYED_WORKERS)
     )
     # What else the machine does only adds to CPU seconds.
     one_worker_cpu_s, cpu_s = min(one.trainer), min(all_.trainer)
     return Control(
         (cpu_s - one_worker_cpu_s) / (_PLAYED_WORKERS - 1),
         one_worker_cpu_s,
-        max(max(sizes[-num_rounds:]) for sizes in all_.workers),
+        max(max(sizes[-num_rounds:]) for sizes in all_.workers[0]),
     )
 
 
@@ -683,14 +684,16 @@ class SilentTrainer(TrainerWeightTransferEngine[TrainerInitInfo]):
         self._sent_at_s = time.thread_time()
 
 
-def publish_nothing(setup: Setup, tensors: Sequence[Any], num_rounds: int) -> list[float]:
+def publish_nothing(
+    setup: Setup, tensors: Sequence[Any], num_rounds: int, num_played: int
+) -> list[float]:
     """Publish to played workers; return the CPU seconds of each round beside reading the source."""
     weights = make(tensors)
     seconds = []
     with Publisher(
         weights, trainer=SilentTrainer, listen=setup.address, token=setup.token
     ) as publisher:
-        publisher.wait_for_workers(setup.num_workers, _JOIN_S)
+        publisher.wait_for_workers(num_played, _JOIN_S)
         for number in range(_WARM_UP_ROUNDS + num_rounds):
             renew(weights, number)
             began_s = time.process_time() - SilentTrainer.source_s
@@ -699,54 +702,63 @@ def publish_nothing(setup: Setup, tensors: Sequence[Any], num_rounds: int) -> li
     return seconds[_WARM_UP_ROUNDS:]
 
 
-def answer(setup: Setup, **_others: Any) -> list[int]:
-    """Play a worker until the publisher is gone; return the bytes that it was sent in each round.
+class PlayedWorker:
+    """Answers a publisher at once, and holds nothing.
 
-    It answers at once. The work of as many sessions on one host would make a round long, and the
-    trainer's CPU that of a long round, in which everything reports its progress.
+    The work of many sessions on one host would make a round long, and the trainer's CPU that of a
+    long round, in which everything reports its progress.
     """
-    name, gone = str(os.getpid()), threading.Event()
-    sizes: list[int] = []
-    version = fingerprint = ""
 
-    def reply(message: msgspec.Struct) -> msgspec.Struct | None:
-        nonlocal version, fingerprint
+    def __init__(self, setup: Setup, name: str) -> None:
+        self.sizes: list[int] = []
+        """Bytes that it was sent in each round."""
+        self.gone = threading.Event()
+        """Set when the publisher is."""
+        self._version = self._fingerprint = ""
+        hello = Hello(name, name, 0, 1, None, f"local:{name}", "fresh")
+        self.dialer = Dialer(
+            CODEC,
+            address=setup.address,
+            token=setup.token,
+            on_open=lambda connection: connection.send(hello),
+            on_message=self._on_message,
+            on_close=lambda _connection, _error: self.gone.set(),
+        )
+
+    def _on_message(self, connection: Connection, message: msgspec.Struct) -> None:
+        if isinstance(message, Plan):
+            self.sizes.append(0)
+        if self.sizes:
+            self.sizes[-1] += len(CODEC.encode(message))
+        answer = self._answer_to(message)
+        if answer is not None:
+            connection.send(answer)
+
+    def _answer_to(self, message: msgspec.Struct) -> msgspec.Struct | None:
         match message:
             case Init():
                 return Ready(message.epoch)
             case Plan():
-                sizes.append(0)
-                version = message.version
+                self._version = message.version
                 return Accept(message.round_id, [])
             case Data():
                 return Received(message.round_id, message.seq)
             case Prepare():
-                fingerprint = message.fingerprint
-                return Vote(message.round_id, fingerprint, 0, {})
+                self._fingerprint = message.fingerprint
+                return Vote(message.round_id, message.fingerprint, 0, {})
             case Commit():
-                return Ack(message.round_id, "committed", version, fingerprint, "serving", {})
+                held = (self._version, self._fingerprint)
+                return Ack(message.round_id, "committed", *held, "serving", {})
         return None
 
-    def on_message(connection: Connection, message: msgspec.Struct) -> None:
-        said = reply(message)
-        if sizes:
-            sizes[-1] += len(CODEC.encode(message))
-        if said is not None:
-            connection.send(said)
 
-    dialer = Dialer(
-        CODEC,
-        address=setup.address,
-        token=setup.token,
-        on_open=lambda connection: connection.send(
-            Hello(name, name, 0, 1, None, f"local:{name}", "fresh")
-        ),
-        on_message=on_message,
-        on_close=lambda _connection, _error: gone.set(),
-    )
-    gone.wait(CASE_S)
-    dialer.close()
-    return sizes
+def play_workers(setup: Setup, num_played: int, **_others: Any) -> list[list[int]]:
+    """Play workers until the publisher is gone; return the bytes that each was sent, by round."""
+    workers = [PlayedWorker(setup, f"played-{number}") for number in range(num_played)]
+    for worker in workers:
+        worker.gone.wait(CASE_S)
+        worker.dialer.close()
+    return [worker.sizes for worker in workers]
 
 
 _PUSHES = 3

@@ -1,4 +1,4 @@
-"""Digest algorithms for tensors; `Staging.verify` compares the digests of both sides.
+"""Digest algorithms for tensors; the digests of both sides are compared.
 
 Two algorithms, by name. ``xxh3-128`` where the bytes are in host memory, computed in the same pass
 that copies them. ``wsum64`` gives the same digits on every device, for where copying the bytes to
