@@ -22,7 +22,7 @@ from wtransfer.calls import (
     on_callers_stream,
     start_call,
 )
-from wtransfer.errors import ClosedError, ForkedError, StallError
+from wtransfer.errors import ClosedError, EngineError, ForkedError, StallError
 from wtransfer.weight_sync.trainer.engine_runner import EngineCall
 
 PATIENCE_S = 5.0
@@ -252,7 +252,8 @@ def test_error_whose_text_raises_ends_its_call_and_not_the_thread():
     thread.stop()
     assert after.done.wait(PATIENCE_S)
     thread.join(PATIENCE_S)
-    assert isinstance(failed.error, NoTextError)
+    assert isinstance(failed.error, EngineError)
+    assert "send_weights raised NoTextError" in failed.error.message
     assert notified.is_set()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -46,7 +47,11 @@ def engine_error(method: str, error: BaseException, plugin: str) -> WTransferErr
         shortage = out_of_memory("the update's", error)
         shortage.add_facts(plugin=plugin)
         return shortage
-    return EngineError(f"{method} raised {type(error).__name__}: {error}", plugin=plugin)
+    text = "its text cannot be shown"
+    # Code of the plug-in as well.
+    with contextlib.suppress(Exception):
+        text = str(error)
+    return EngineError(f"{method} raised {type(error).__name__}: {text}", plugin=plugin)
 
 
 def guarded(what: str, call: Callable[[], object] | None) -> None:
