@@ -158,7 +158,7 @@ def why(name: str, kind: str | None) -> None:
 @click.option(
     "--folder",
     type=click.Path(path_type=Path),
-    help="Where to write it; by default NAME, in this folder.",
+    help="Folder to write to. Default: NAME, in this folder.",
 )
 def new(kind: str, name: str, folder: Path | None) -> None:
     """Write a distribution with a small working backend of that KIND, called NAME, to be changed.

@@ -76,7 +76,7 @@ _LINE_S = 1.0
     metavar="URL",
     help="A worker: http://host:port, tcp:host:port, unix:@name or unix:/path. Repeat for more.",
 )
-@click.option("--engine", default="shm", show_default=True, help="What moves the weights.")
+@click.option("--engine", default="shm", show_default=True, help="Engine that moves the weights.")
 @click.option(
     "-o", "options", multiple=True, metavar="KEY=VALUE", help="Option of the engine. Repeat."
 )
@@ -86,21 +86,23 @@ _LINE_S = 1.0
 @click.option("--stay", is_flag=True, help="Afterwards bring late workers up to date, until ended.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document, nothing else.")
 @token_file_option
-@click.option("--listen", metavar="ADDRESS", help="Where workers dial in. Default: a Unix socket.")
+@click.option(
+    "--listen", metavar="ADDRESS", help="Address that workers dial. Default: a Unix socket."
+)
 @deadline_option
 @click.option(
     "--on-lost-worker",
     type=click.Choice(["abort", "drop"]),
     default="abort",
     show_default=True,
-    help="Whether the others go on when a worker is lost, or does not join.",
+    help="Abort the round for all, or drop the worker, if one is lost or does not join.",
 )
 @click.option(
     "--nonfinite",
     type=click.Choice(["allow", "warn", "reject"]),
     default="allow",
     show_default=True,
-    help="What NaN or infinity in the weights does; allow does not look for it.",
+    help="Effect of NaN or infinity in the weights; allow skips the check.",
 )
 def push(**arguments: Any) -> None:
     """Bring the weights of the checkpoint DIR into running workers, all or nothing.

@@ -38,7 +38,7 @@ _WAIT_S = 0.2  # a signal takes as long, at most
     default="tcp:127.0.0.1:0",
     show_default=True,
     metavar="ADDRESS",
-    help="Where to serve: tcp:HOST:PORT (port 0: a free one), unix:@NAME or unix:/PATH.",
+    help="Address to serve: tcp:HOST:PORT (port 0: a free one), unix:@NAME or unix:/PATH.",
 )
 @click.option(
     "--join",
@@ -52,7 +52,7 @@ _WAIT_S = 0.2  # a signal takes as long, at most
     type=click.Choice(["adopt", "copy"]),
     default="adopt",
     show_default=True,
-    help="Whether to take over the staged memory, or to copy from it.",
+    help="Adopt the staged memory, or copy from it.",
 )
 @deadline_option
 def worker(
