@@ -59,7 +59,7 @@ def test_every_error_arrives_as_what_it_was(cls):
     assert str(arrived) == str(error)
 
 
-def test_what_an_engine_raised_arrives_with_its_type():
+def test_exception_of_an_engine_arrives_as_engine_error_that_names_its_type():
     arrived = _sent(KeyError("layer.3"))
     assert type(arrived) is EngineError
     assert str(arrived) == "KeyError: 'layer.3'"

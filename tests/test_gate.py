@@ -51,7 +51,7 @@ def gate(tmp_path):
     return gate
 
 
-def test_what_passes_three_times_alone_is_listed_with_its_first_failure(gate):
+def test_failed_test_that_passes_three_times_alone_is_listed_with_its_first_failure(gate):
     done, report = gate([{"late": "> 1", "whole": "> 0"}, {"later": "> 1"}])
     assert done.returncode == 0
     assert done.stdout.count("== alone") == 6
@@ -63,7 +63,7 @@ def test_what_passes_three_times_alone_is_listed_with_its_first_failure(gate):
 
 
 @pytest.mark.parametrize("passes", ["in (2, 3)", "in (2, 4)", "> 4"])
-def test_what_fails_once_alone_fails_the_run(gate, passes):
+def test_failed_test_that_fails_once_alone_fails_the_run(gate, passes):
     done, report = gate([{"broken": passes}])
     assert done.returncode == 1
     assert "test_1.py::test_broken fails alone as well" in done.stderr

@@ -96,7 +96,7 @@ def test_the_whole_is_bounded_as_well():
 
 
 @pytest.mark.parametrize("name", ["", "a\0b", "n" * 513, "é" * 257, "\ud800", 7])
-def test_a_name_that_nobody_could_have_is_refused(name):
+def test_invalid_piece_name_is_refused(name):
     with pytest.raises(ManifestError, match="piece name"):
         Piece(name, "int8", ()).check()
 
@@ -114,7 +114,7 @@ def test_more_pieces_than_allowed_are_refused():
 
 
 @given(rows)
-def test_what_is_valid_travels_unchanged(rows):
+def test_valid_plan_travels_unchanged(rows):
     plan = Plan("round", "v1", Manifest(tuple(piece for piece, _ in rows)))
     plan.manifest.check()
     (arrived,) = FrameReader(CODEC).feed(CODEC.encode(plan))
@@ -186,7 +186,7 @@ def test_digests_must_be_as_many_as_pieces():
 
 
 @pytest.mark.parametrize("odd", ["", "0" * 31, "0" * 33, "\u00e9" * 32, "%" * 3])
-def test_what_is_no_digest_has_no_part_in_a_fingerprint(odd):
+def test_malformed_digest_is_refused_in_a_fingerprint(odd):
     with pytest.raises(ValueError, match="a digest has 32 hexadecimal digits"):
         fingerprint(Manifest(PIECES), [*DIGESTS[:2], odd])
 

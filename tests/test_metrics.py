@@ -61,7 +61,7 @@ def test_several_ranks_stand_under_one_name():
     }
 
 
-def test_what_is_no_number_is_left_out_and_names_are_made_fit():
+def test_values_that_are_no_numbers_are_left_out_and_names_are_made_valid():
     collector = OffloadingCollector()
     numbers = {"a.b-c": 1, "open": True, "name": "x", "nothing": None, "nan": float("nan")}
     collector.watch(source(**numbers), "worker")
@@ -102,7 +102,7 @@ def test_numbers_of_numpy_are_numbers():
     }
 
 
-def test_what_is_forgotten_is_shown_no_more():
+def test_forgotten_source_is_collected_no_more():
     collector = OffloadingCollector()
     kept, gone = source(a=1), source(b=2)
     collector.watch(kept, "worker")

@@ -241,7 +241,7 @@ def test_the_backend_of_the_guide_passes_its_kit(kind, backend, kit, tmp_path):
     assert "NOT TESTED" not in done.stdout
 
 
-def test_it_holds_exactly_two_set_up_commands():
+def test_readme_holds_exactly_two_set_up_commands():
     pip, plugins = "pip install torch==2.13.0", "./plugins/wtransfer-"
     assert [line for line in README.splitlines() if line.startswith(pip)] == [
         f"{pip} . && wtransfer demo",

@@ -93,7 +93,7 @@ def imports(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_guides_and_new_packages_import_is_public(path):
+def test_imports_of_guides_and_new_packages_are_public(path):
     text = path.read_text("utf-8")
     if path.suffix == ".md":
         text = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))

@@ -46,7 +46,7 @@ def test_there_and_back_is_the_same_weights_and_another_version(weights):
     assert weights.version().epoch > before.epoch
 
 
-def test_several_models_have_one_name_which_says_who_has_which(weights):
+def test_several_models_have_one_fingerprint_that_depends_on_which_model_holds_which(weights):
     one, other = weights.hold("f0"), weights.hold("g0")
     before = weights.version().fingerprint
     assert before.startswith("several:")
@@ -141,7 +141,7 @@ def test_a_label_is_refused_with_what_to_write_instead(weights, args):
 @pytest.mark.parametrize(
     "label", ["step-7", "", F0[1:], F0 + "0", F0.replace("0", "A"), "local:", "several:" + F0, None]
 )
-def test_what_has_not_the_form_of_a_fingerprint_is_refused(weights, label):
+def test_malformed_fingerprint_is_refused(weights, label):
     model, before = Model(), weights.version()
     with pytest.raises(ValueError, match="is no fingerprint: expected 32 hexadecimal digits"):
         weights.vouch_by_fingerprint(label, model)
@@ -240,7 +240,7 @@ def test_a_model_closed_while_it_changes_is_not_vouched_for(weights):
     assert weights.version().fingerprint == F1
 
 
-def test_what_cannot_be_seen_to_go_is_not_vouched_for(weights):
+def test_model_without_weak_references_is_not_vouched_for(weights):
     before = weights.version()
     for vouch in (
         lambda: weights.vouch({}),
@@ -344,7 +344,7 @@ def test_of_a_model_that_is_gone_nothing_is_announced_any_more(weights):
 
 
 @pytest.mark.parametrize("fingerprint", [None, F0])
-def test_replaced_weights_have_a_new_name_that_nobody_knows(weights, fingerprint):
+def test_replaced_weights_have_a_new_local_fingerprint_each_time(weights, fingerprint):
     model = Model()
     if fingerprint is not None:
         weights.vouch_by_fingerprint(fingerprint, model)
@@ -386,7 +386,7 @@ def test_closed_while_it_changes_it_has_no_name_until_then_and_none_that_is_know
     assert weights.version() == before
 
 
-def test_who_comes_after_a_process_has_other_versions():
+def test_versions_of_two_processes_with_one_fingerprint_differ():
     one, other = ProcessWeights(), ProcessWeights()
     assert one.hold("f0") is not other.hold("f0")
     assert one.version().fingerprint == other.version().fingerprint == "f0"

@@ -46,7 +46,7 @@ def test_every_way_to_unpickle_is_seen_in_other_processes(record, code):
     assert record.found() != []
 
 
-def test_what_is_unpickled_with_our_code_on_the_stack_is_ours(record):
+def test_unpickling_with_our_code_on_the_stack_is_attributed_to_us(record):
     run(PLAIN, file="/lib/wtransfer/weight_sync/worker/session.py")
     run(PLAIN, file="/lib/hypothesis/database.py")
     assert [each["event"] for each in record.by_us()] == ["pickle.loads"]

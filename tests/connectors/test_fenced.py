@@ -327,7 +327,7 @@ def test_a_connector_that_says_nothing_to_the_next_instance_says_no_weights(make
         ("no parameters", True),
     ],
 )
-def test_what_another_instance_computed_is_asked_for_under_its_weights_only(
+def test_remote_prefill_is_looked_up_only_under_the_weights_of_its_producer(
     make, left, params, is_asked
 ):
     made = make()
@@ -451,7 +451,9 @@ def test_a_worker_that_is_no_more_up_to_date_lets_go_of_blocks_all_the_same(
 # -- between the sides
 
 
-def test_what_the_connector_says_comes_through(make, tmp_path, weights):
+def test_handshake_and_worker_metadata_of_the_inner_connector_are_passed_through(
+    make, tmp_path, weights
+):
     made, request = make(meets=False), ask()
     # A host may tell the weights again, by the same way; the connector is called once.
     for _ in range(2):

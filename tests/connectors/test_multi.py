@@ -248,7 +248,7 @@ def test_sub_connector_that_does_not_name_weights_is_fenced():
         ([{"layout": "HND"}, {"layout": "HND"}], (False, "HND", False)),
     ],
 )
-def test_what_any_sub_connector_requires_is_required(answers, expected):
+def test_requirement_of_any_sub_connector_is_required_of_the_host(answers, expected):
     described = [scripted(name, **each) for name, each in zip("ab", answers, strict=True)]
     # The same through a nested one.
     for config in (serving(*described), serving(multi(*described))):

@@ -140,7 +140,7 @@ def test_every_method_of_the_other_side_raises(cls, role, names):
         assert str(caught.value).startswith(text)
 
 
-def test_what_an_author_leaves_out_does_nothing(cls):
+def test_optional_methods_do_nothing_by_default(cls):
     scheduler, worker = cls(SERVING, SCHEDULER), cls(SERVING, WORKER)
     assert scheduler.request_finished("request", [1]) == (False, None)
     assert (scheduler.get_finished_count(), scheduler.reset_cache()) == (None, None)

@@ -182,12 +182,12 @@ def live_many(tmp_path, host, drawn, connector, seeds):
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
-def test_whatever_happens_every_answer_is_right(tmp_path, host, drawn, connector):
+def test_every_answer_is_right_under_random_events(tmp_path, host, drawn, connector):
     live_many(tmp_path, host, drawn, connector, range(2))
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("connector", CONNECTORS)
-def test_whatever_happens_for_long_every_answer_is_right(tmp_path, host, drawn, connector):
+def test_every_answer_is_right_under_random_events_of_many_seeds(tmp_path, host, drawn, connector):
     live_many(tmp_path, host, drawn, connector, range(100, 300))

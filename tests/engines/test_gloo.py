@@ -97,7 +97,7 @@ def test_the_cause_of_a_broken_group_is_told_and_not_the_break(fleet, faults, we
     assert made.publish("v2").ok
 
 
-def test_what_ends_a_group_leaves_nothing_that_listens(fleet, faults, weights):
+def test_no_socket_listens_after_a_dry_run_a_failed_round_or_the_close(fleet, faults, weights):
     WeightTransferEngineFactory.register_engine("gloo in groups", faults.wrap("gloo"))
     before = listening()
     made = fleet(weights, engine="gloo in groups")
@@ -234,7 +234,7 @@ def joining_info():
 @pytest.mark.parametrize(
     "step", ["socket.create_connection", "wtransfer.transport.rendezvous.own_address"]
 )
-def test_what_ends_an_engine_before_it_has_a_group_is_not_lost(monkeypatch, step, end):
+def test_abort_or_shutdown_before_the_group_exists_calls_off_the_rendezvous(monkeypatch, step, end):
     hosted, info = joining_info()
     engine = GlooWeightTransferEngine(WeightTransferConfig(backend="gloo"), ParallelConfig())
     original = pkgutil.resolve_name(step)
@@ -255,7 +255,7 @@ def test_what_ends_an_engine_before_it_has_a_group_is_not_lost(monkeypatch, step
     hosted.close()
 
 
-def test_an_engine_that_was_shut_down_meets_nobody_however_late_it_begins():
+def test_engine_that_was_shut_down_joins_no_group():
     """A thread that was left behind may come to it any time."""
     hosted, info = joining_info()
     engine = GlooWeightTransferEngine(WeightTransferConfig(backend="gloo"), ParallelConfig())
@@ -282,7 +282,7 @@ def test_a_group_that_was_formed_when_its_engine_ended_is_let_go_of(monkeypatch)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_an_address_that_nobody_can_dial_is_refused_with_what_to_give(fleet, host):
+def test_wildcard_host_is_refused_and_the_error_asks_for_a_reachable_address(fleet, host):
     made = fleet({"weight": torch.ones(3)}, engine="gloo", options={"host": host})
     made.join()
     with pytest.raises(AddressError, match="name the one at which workers reach this machine"):

@@ -57,7 +57,7 @@ def stream():
     made.synchronize()
 
 
-def test_what_the_trainers_stream_has_yet_to_compute_is_sent(fleet, stream):
+def test_update_holds_the_values_that_the_trainers_stream_has_yet_to_compute(fleet, stream):
     member = fleet.join()
     fleet.source["weight"].add_(1)
     assert not stream.query(), "the GPU is faster than this test thinks"
@@ -67,9 +67,7 @@ def test_what_the_trainers_stream_has_yet_to_compute_is_sent(fleet, stream):
 
 
 @pytest.mark.parametrize("commit", ["adopt", "copy"])
-def test_what_the_models_stream_has_yet_to_compute_is_computed_on_the_old_weights(
-    fleet, commit, request
-):
+def test_kernels_queued_before_the_commit_read_the_old_weights(fleet, commit, request):
     member = fleet.join(commit=commit)
     model = member.model
     fleet.source["weight"].add_(1)

@@ -43,7 +43,7 @@ def memory():
 
 
 @pytest.mark.parametrize("how", LOOKS)
-def test_what_is_looked_at_is_not_handed_out_again(memory, how):
+def test_memory_with_a_live_view_is_not_handed_out_again(memory, how):
     lent = memory.take(NBYTES)
     lent[:] = 7
     first = address(lent)
@@ -58,7 +58,7 @@ def test_what_is_looked_at_is_not_handed_out_again(memory, how):
 
 
 @pytest.mark.parametrize("how", LOOKS)
-def test_what_nobody_looks_at_any_more_is_handed_out_again(memory, how):
+def test_memory_without_a_live_view_is_handed_out_again(memory, how):
     lent = memory.take(NBYTES)
     first = address(lent)
     look = LOOKS[how](lent)
@@ -98,7 +98,7 @@ def test_free_pieces_that_do_not_serve_are_given_back(memory):
     assert num_before - num_descriptors() == 3
 
 
-def test_what_is_in_use_outlives_forget(memory):
+def test_memory_in_use_outlives_forget(memory):
     lent = memory.take(NBYTES)
     lent[:] = 3
     memory.forget()

@@ -138,7 +138,7 @@ def test_ranks_that_have_other_tensors_are_refused(flow, failing, ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("which", "how"), [(1, "name"), (0, "raises")])
-def test_a_rank_that_diverges_in_mid_pass_is_named_and_nobody_hangs(
+def test_a_rank_that_diverges_in_mid_pass_is_named_and_no_rank_hangs(
     flow, failing, ranks, which, how
 ):
     first, other = ranks(engine="gloo")

@@ -28,7 +28,7 @@ def late(flow):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["vote", pytest.param("prepare", marks=pytest.mark.slow)])
-def test_what_a_late_reader_has_mapped_is_never_written_again(flow, late, phase):
+def test_segments_that_a_late_reader_has_mapped_are_never_rewritten(flow, late, phase):
     trainer, prompt, late_one = late(on_lost_worker="drop")
     two_segments = trainer.holdings()
     late_one.witness.hold(phase)

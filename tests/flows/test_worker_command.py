@@ -53,7 +53,7 @@ def test_its_weights_are_its_own_whatever_happens_to_the_files(start, tmp_path):
 
 
 @pytest.mark.parametrize("commit", ["adopt", "copy"])
-def test_it_takes_what_is_published_and_says_so(start, commit):
+def test_worker_command_commits_a_published_version_and_logs_it(start, commit):
     worker = start("--commit", commit).until_ready()
     changed = {name: tensor + 1 for name, tensor in WEIGHTS.items()}
     with Publisher(changed, hosts=[worker.url], host_token=worker.token) as publisher:
@@ -63,7 +63,7 @@ def test_it_takes_what_is_published_and_says_so(start, commit):
     assert digests == {name: digest(tensor) for name, tensor in changed.items()}
 
 
-def test_it_joins_a_publisher_by_itself(start):
+def test_worker_command_joins_the_publisher_at_the_given_address(start):
     with Publisher(WEIGHTS, token="shared") as publisher:
         start("--join", publisher.address, token="shared")
         publisher.wait_for_workers(1, timeout_s=20)

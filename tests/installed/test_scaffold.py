@@ -49,7 +49,7 @@ def engine(made, python):
     return python
 
 
-def test_it_is_found_by_its_name_and_can_be_used(made, python):
+def test_scaffolded_plugin_is_found_by_its_name_and_usable(made, python):
     done = python("-m", "wtransfer", "plugins", "check", NAME, "--json")
     assert done.returncode == 0, done.stdout
     (card,) = json.loads(done.stdout)["plugins"]
@@ -182,7 +182,7 @@ def cache(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_it_is_typed(made, python, cache):
+def test_scaffolded_plugin_passes_mypy(made, python, cache):
     pytest.importorskip("mypy", reason="pip install '.[lint]'")
     options = ["--config-file", "pyproject.toml", "--cache-dir", cache]
     done = python("-m", "mypy", *options, cwd=made[1])

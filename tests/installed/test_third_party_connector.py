@@ -29,7 +29,7 @@ def python(site, run_beside):
     return run
 
 
-def test_it_is_listed_with_its_distribution(python):
+def test_connector_is_listed_with_its_distribution(python):
     rows = python("-m", "wtransfer", "plugins", "list", "--json")["plugins"]
     (row,) = [row for row in rows if row["distribution"] == "acme-folder-connector"]
     assert (row["kind"], row["name"], row["status"]) == ("connectors", "acme-folder", "found")
@@ -41,7 +41,7 @@ def serve(site, serve_beside, tmp_path):
     return functools.partial(serve_beside, site, "acme-folder", {"folder": str(tmp_path)})
 
 
-def test_it_knows_nothing_of_weights():
+def test_connector_mentions_no_weights():
     text = (HERE / "third_party_connector/src/acme_folder_connector/connector.py").read_text()
     assert "weight" not in text
     assert "fingerprint" not in text

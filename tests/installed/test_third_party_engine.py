@@ -104,7 +104,7 @@ def site_of_three(site, tmp_path):
         yield Site(site, tmp_path, stack)
 
 
-def test_it_is_found_by_name_with_its_distribution(site):
+def test_engine_is_found_by_name_with_its_distribution_and_not_imported(site):
     code = (
         "from wtransfer.registry.registry import registry; import sys;"
         "r = registry('engines').record('acme-file');"
@@ -117,7 +117,7 @@ def test_it_is_found_by_name_with_its_distribution(site):
     assert done.stdout.split() == ["acme-file-engine", "1.2.3", "False"]
 
 
-def test_it_stays_as_small_as_it_claims():
+def test_engine_has_at_most_70_lines_and_none_on_digests_or_versions():
     files = (HERE / "third_party_engine" / "src").rglob("*.py")
     lines = [line for file in files for line in file.read_text().splitlines() if line.strip()]
     assert len(lines) <= 70

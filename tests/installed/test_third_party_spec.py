@@ -26,7 +26,7 @@ def python(site, run_beside, tmp_path):
     return functools.partial(run_beside, site, ACME_FOLDER=str(tmp_path))
 
 
-def test_it_is_listed_with_its_distribution_and_can_be_used(python):
+def test_spec_is_listed_with_its_distribution_and_usable(python):
     rows = json.loads(python("-m", "wtransfer", "plugins", "list", "--json").stdout)["plugins"]
     (row,) = [row for row in rows if row["distribution"] == "acme-disk-spec"]
     assert (row["kind"], row["name"], row["origin"], row["status"]) == (
@@ -39,7 +39,7 @@ def test_it_is_listed_with_its_distribution_and_can_be_used(python):
     assert (card["usable"], card["class"]) == (True, "acme_disk_spec.spec:DiskSpec")
 
 
-def test_it_knows_nothing_of_weights():
+def test_spec_mentions_no_weights():
     text = "".join(each.read_text() for each in (HERE / "third_party_spec" / "src").rglob("*.py"))
     assert "weight" not in text
     assert "fingerprint" not in text
@@ -61,7 +61,7 @@ def test_blocks_of_other_weights_are_never_loaded(python, tmp_path):
 
 
 @pytest.mark.slow
-def test_it_passes_the_kit(python):
+def test_spec_passes_its_kit(python):
     options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib"]
     done = python("-m", "pytest", *options, HERE / "third_party_spec_kit.py")
     assert done.returncode == 0, done.stdout

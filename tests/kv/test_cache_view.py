@@ -323,7 +323,7 @@ print([layer[1].unique().tolist() for layer in layers])
 """
 
 
-def test_what_lies_between_two_layers_is_not_taken_for_a_part_of_them(tmp_path):
+def test_buffer_between_two_layers_is_not_taken_for_a_part_of_them(tmp_path):
     # A fresh process: where memory comes from depends on what was freed before.
     command = [sys.executable, "-c", BETWEEN]
     done = subprocess.run(

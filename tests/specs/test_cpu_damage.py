@@ -69,7 +69,7 @@ def test_without_checksums_headers_are_compared_all_the_same(make_rig, arena_rig
     assert rig.load([5], [3], [arena_rig.key(0)]).success, "nobody looked: that is what was asked"
 
 
-def test_what_was_stored_without_a_checksum_is_no_block_for_who_wants_one(stored, arena_rig):
+def test_block_stored_without_a_checksum_is_refused_by_a_load_that_verifies(stored, arena_rig):
     """Ranks may come again with another option, and find what there was."""
     (copier,) = stored.worker._copiers
     object.__setattr__(copier, "verified", False)

@@ -54,7 +54,7 @@ def test_a_load_of_what_is_no_hit_pins_nothing(make, state):
 # -- who gives way
 
 
-def test_what_was_used_longest_ago_gives_way_tails_before_heads(make):
+def test_least_recently_used_blocks_are_evicted_tails_before_heads(make):
     manager = make(4)
     store(manager, A, B)
     store(manager, C, D)
@@ -63,7 +63,7 @@ def test_what_was_used_longest_ago_gives_way_tails_before_heads(make):
     assert store(manager, F).evicted_keys == [D]
 
 
-def test_what_is_asked_for_together_does_not_evict_each_other(make):
+def test_keys_of_one_store_do_not_evict_each_other(make):
     manager = make(3)
     store(manager, A, B, C)
     prepared = manager.prepare_store([A, B, D], ONE)

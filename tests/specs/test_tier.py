@@ -360,7 +360,7 @@ def test_lookup_that_no_thread_answers_is_a_miss(rig, monkeypatch):
 
 
 @pytest.mark.parametrize("num_slots", [0, 4], ids=["alone", "under an arena"])
-def test_what_a_client_writes_after_its_call_reaches_no_cache(monkeypatch, num_slots):
+def test_late_write_of_a_client_reaches_no_cache(monkeypatch, num_slots):
     """The bytes that were verified are the ones that are copied."""
     scatter, seen = HostPages.scatter, []
 

@@ -586,7 +586,7 @@ def test_option_that_cannot_be_used_is_refused(tmp_path, options, error):
 
 @pytest.mark.parametrize("write_back", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_happens_a_load_is_right(seed, write_back, monkeypatch):
+def test_successful_loads_are_right_under_random_events(seed, write_back, monkeypatch):
     monkeypatch.setattr(tier, "PAUSE_S", 0.01)
     monkeypatch.setattr(tier, "FAILED_S", 0.01)
     dice = random.Random(seed)

@@ -56,7 +56,7 @@ def test_many_may_be_under_way_and_be_waited_for_in_any_order():
     assert list(range(5)) == [int(tensor[0]) for tensor in received]
 
 
-def test_who_reads_before_waiting_reads_rubbish():
+def test_read_before_the_wait_returns_filler_bytes():
     one, two = memory_group(2)
     received = filled(0)
     pending = two.broadcast(received, 0)
@@ -156,7 +156,7 @@ def test_a_rank_that_closes_while_others_wait_for_it_is_named_on_both_sides():
         pending.wait()
 
 
-def test_a_rank_that_has_closed_is_named_by_who_needs_it():
+def test_broadcast_that_needs_a_closed_rank_fails_and_names_it():
     one, two = memory_group(2)
     two.close()
     with pytest.raises(GroupError, match=r"rank 0 of 2: began a broadcast .*; rank 1 has closed"):
@@ -293,7 +293,7 @@ def test_an_abort_from_any_thread_ends_every_wait():
         rank.close()
 
 
-def test_what_is_complete_still_arrives_after_an_abort():
+def test_complete_broadcast_is_delivered_after_an_abort():
     one, two = memory_group(2)
     received = filled(0)
     pendings = [one.broadcast(filled(6), 0), two.broadcast(received, 0)]

@@ -152,7 +152,7 @@ def test_seconds_and_reasons_of_skips_are_shown(tmp_path):
         ),
     ],
 )
-def test_what_cannot_run_is_one_line(tmp_path, options, message):
+def test_usage_error_is_one_line(tmp_path, options, message):
     done = run_installed(tmp_path, *options)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     (line,) = filter(None, done.stderr.splitlines())
@@ -298,7 +298,9 @@ def test_notes_of_a_passed_test_are_in_the_report():
         ("tier", 5, {}, "name the tier that is tested, or give its class, not 5"),
     ],
 )
-def test_what_is_no_backend_of_the_kind_is_refused(kind, backend, attributes, message):
+def test_backend_or_attributes_that_do_not_fit_the_kit_are_refused(
+    kind, backend, attributes, message
+):
     with pytest.raises(TypeError, match=re.escape(message)):
         kit_class(kind, backend, attributes, {})
 

@@ -58,18 +58,18 @@ def test_addresses_are_read(text, target):
         "http://127.0.0.1",
     ],
 )
-def test_what_is_no_address_is_refused(text):
+def test_malformed_or_unresolvable_address_is_refused(text):
     with pytest.raises(AddressError):
         parse_address(text)
 
 
 @pytest.mark.parametrize("text", ["tcp:0.0.0.0:0", "tcp:[::]:0", "tcp:192.0.2.1:0"])
-def test_nobody_listens_beyond_this_host_unasked(text):
+def test_listening_beyond_this_host_is_refused_without_allow_remote(text):
     with pytest.raises(AddressError, match="allow_remote=True"):
         ListeningSocket(text)
 
 
-def test_who_asks_may_try_to_listen_beyond_this_host():
+def test_listening_beyond_this_host_is_tried_with_allow_remote():
     with pytest.raises(AddressError, match=r"cannot listen at 'tcp:192\.0\.2\.1:0'"):
         ListeningSocket("tcp:192.0.2.1:0", allow_remote=True)  # documentation range: never ours
 
@@ -127,7 +127,7 @@ def test_the_socket_file_of_a_dead_listener_is_replaced(tmp_path):
     alive.socket.close()
 
 
-def test_a_file_that_somebody_else_put_there_is_left_alone(tmp_path):
+def test_remove_file_leaves_the_socket_file_of_another_listener(tmp_path):
     path = tmp_path / "x.sock"
     robbed = ListeningSocket(f"unix:{path}")
     path.unlink()
@@ -140,7 +140,7 @@ def test_a_file_that_somebody_else_put_there_is_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])
-def test_what_is_no_socket_is_left_alone(tmp_path, kind):
+def test_path_that_is_no_socket_is_in_use_and_left_alone(tmp_path, kind):
     path = tmp_path / "x"
     target = tmp_path / "target"
     target.write_text("precious")

@@ -109,7 +109,7 @@ def test_close_sends_what_is_queued(channel, messages, monkeypatch):
     assert both.trainer.close_error() is None
 
 
-def test_close_waits_for_nobody_who_does_not_read(channel, messages, raw_peer):
+def test_close_does_not_wait_for_a_peer_that_does_not_read(channel, messages, raw_peer):
     listener, trainer = channel.listen()
     raw_peer(listener.address).shake_hands(listener.token)
     connection = trainer.connection()

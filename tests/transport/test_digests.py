@@ -88,7 +88,7 @@ def test_nonfinite_elements_are_counted_when_asked_for(numel, strided, algorithm
     assert copy_digest(dst, src, algorithm, screen=False).nonfinite == 0
 
 
-def test_what_is_hashed_is_what_was_written(monkeypatch):
+def test_copy_digest_hashes_the_bytes_that_were_written(monkeypatch):
     """A source that changes under the copy gives a digest of the bytes that travel."""
     src = torch.zeros(4 * PIECE_NBYTES, dtype=torch.uint8)
     dst = np.zeros(src.numel(), dtype=np.uint8)

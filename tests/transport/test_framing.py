@@ -221,7 +221,7 @@ def test_a_new_codec_governs_the_next_frame():
 @pytest.mark.parametrize(
     "message", [Plan(["x"] * 1001), Plan([], "x" * (4 * MIB)), Seal(b"x" * MIB)]
 )
-def test_what_no_peer_would_take_is_not_sent(message):
+def test_message_beyond_the_announced_limits_is_not_encoded(message):
     with pytest.raises(LimitError, match="this process announced"):
         CODEC.encode(message)
 

@@ -146,7 +146,7 @@ def test_short_or_long_nonces_are_refused(nbytes):
         WorkerHandshake(TOKEN).receive(Challenge(PROTOCOL, b"n" * nbytes))
 
 
-def test_a_full_trainer_says_so_only_to_who_proved_the_token():
+def test_a_full_trainer_says_so_only_to_a_peer_that_proved_the_token():
     def full():
         raise LimitError("no room")
 

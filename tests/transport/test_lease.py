@@ -323,7 +323,7 @@ def test_a_descriptor_is_asked_for_over_unix_sockets_only(exporter):
         attach("tcp:127.0.0.1:9", exporter.secret, 1, PATIENCE_S)
 
 
-def test_what_a_leaseholder_says_further_changes_nothing(exporter, lease, raw_peer):
+def test_further_messages_of_a_leaseholder_change_nothing(exporter, lease, raw_peer):
     raw = raw_peer(exporter.address).shake_hands(exporter.secret).socket
     raw.sendall(CODEC.encode(Attach(1)))
     _, fds, _, _ = socket.recv_fds(raw, 4096, 1)

@@ -114,7 +114,7 @@ def test_a_segment_has_no_name_and_only_its_owner_may_open_it(segment):
 
 
 @pytest.mark.parametrize("size", [0, NBYTES - 1, NBYTES + PAGE])
-def test_nobody_can_change_a_segments_size(segment, size):
+def test_size_of_a_segment_cannot_be_changed(segment, size):
     with pytest.raises(PermissionError):
         os.ftruncate(segment.fd, size)
 
@@ -146,7 +146,7 @@ def test_odd_sizes(nbytes):
     segment.close()
 
 
-def test_what_a_reader_writes_stays_with_it(segment):
+def test_writes_of_a_reader_stay_in_its_own_mapping(segment):
     one, other = (map_private(segment.fd, NBYTES) for _ in range(2))
     one[0] = 1
     assert (segment.buffer[0], other[0], one[0]) == (0, 0, 1)
@@ -306,7 +306,7 @@ def test_no_groups_no_limit(cgroups, membership):
     assert cgroups.free(membership) == []
 
 
-def test_whoever_takes_a_segment_hears_that_it_goes_on_and_may_end_it():
+def test_allocation_of_a_segment_reports_its_progress_and_can_be_stopped():
     steps = []
     Segment(3 * memory.ADVISE_NBYTES, lambda: steps.append(1)).close()
     assert len(steps) == 3

@@ -116,7 +116,7 @@ def test_meetings_with_other_names_do_not_meet(meeting):
     stranger.close()
 
 
-def test_it_can_be_called_off_from_another_thread(meeting):
+def test_rendezvous_can_be_called_off_from_another_thread(meeting):
     hosted, _ = meeting
     with ThreadPoolExecutor(1) as pool:
         meet = pool.submit(hosted.meet, 0, 2, 60.0)
@@ -154,7 +154,7 @@ def test_a_host_that_is_killed_is_lost_at_once(other_host):
             meet.result(10.0)
 
 
-def test_a_stopped_host_holds_nobody_longer_than_the_deadline(other_host, monkeypatch):
+def test_a_stopped_host_holds_no_rank_longer_than_the_deadline(other_host, monkeypatch):
     monkeypatch.setattr(rendezvous_module, "GRACE_S", 0.1)
     host, joined = other_host
     host.stop()

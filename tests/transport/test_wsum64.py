@@ -58,7 +58,7 @@ def test_the_docstring_shows_the_same_vectors():
 
 @given(st.binary(max_size=300))
 @settings(deadline=None)
-def test_it_is_the_definition(data):
+def test_wsum64_equals_its_definition(data):
     assert compute(data) == reference(data)
 
 

@@ -69,7 +69,7 @@ def test_the_old_version_is_back_wherever_loading_raised(two_workers, failing_ro
 
 
 # FAULTS 43, for a worker that is alive and stays behind
-def test_what_a_restored_worker_serves_is_never_rewritten(
+def test_weights_that_a_restored_worker_serves_are_never_rewritten(
     fleet, engine, weights, commit, join, *, report_of
 ):
     made = fleet(weights, engine=engine)
@@ -228,7 +228,7 @@ def test_without_a_way_back_a_failed_commit_leaves_the_worker_empty(
 # -- nobody calls commit_pending
 
 
-def test_a_commit_that_nobody_applies_in_time_is_pending_and_can_be_applied_later(
+def test_a_commit_that_is_not_applied_in_time_is_pending_and_can_be_applied_later(
     fleet, weights, until, judged
 ):
     made = fleet(weights, engine="shm")
@@ -288,7 +288,7 @@ def test_a_closed_session_refuses_to_be_used(fleet, weights):
             use()
 
 
-def test_closing_wakes_whoever_waits_for_an_update(fleet, weights):
+def test_closing_wakes_a_thread_that_waits_for_an_update(fleet, weights):
     import threading
 
     session = fleet(weights).join().session

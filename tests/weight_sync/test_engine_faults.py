@@ -160,7 +160,7 @@ def states(fleet):
 # FAULTS 18 and whatever else an engine may raise.
 @pytest.mark.parametrize("side", ["worker", "trainer"])
 @pytest.mark.parametrize("action", CAUGHT)
-def test_what_an_engine_raises_ends_the_round_at_every_tensor(served, faults, action, side):
+def test_exception_of_an_engine_ends_the_round_at_every_tensor(served, faults, action, side):
     before = states(served)
     # Always the same worker: the other one may still be at the round that the fault has ended.
     place = 1 if side == "worker" else None
@@ -192,7 +192,7 @@ def test_an_error_that_is_kept_keeps_no_weights(fleet, engines, weights, faults,
 
 
 @pytest.mark.parametrize("step", BEFORE_A_COMMIT)
-def test_what_raises_before_the_commit_ends_the_round_only(two_workers, trouble, step):
+def test_exception_of_an_engine_before_the_commit_ends_the_round_only(two_workers, trouble, step):
     trouble.step = step
     with pytest.raises(EngineError, match=f"raised RuntimeError: trouble at {step}") as caught:
         two_workers.publish("v1")
@@ -210,7 +210,7 @@ def test_what_raises_before_the_commit_ends_the_round_only(two_workers, trouble,
         *(pytest.param(step, marks=pytest.mark.slow) for step in ("trainer_init", "__init__")),
     ],
 )
-def test_what_hangs_before_the_commit_is_left_behind(
+def test_engine_that_hangs_before_the_commit_is_left_behind(
     two_workers, trouble, judged, later, step, *, until
 ):
     trouble.step, trouble.hangs = step, True
@@ -233,7 +233,9 @@ def test_what_hangs_before_the_commit_is_left_behind(
 
 @pytest.mark.parametrize("hangs", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("step", HARMLESS)
-def test_what_fails_after_the_commit_cannot_undo_it(two_workers, trouble, step, hangs, caplog):
+def test_failure_of_an_engine_after_the_commit_cannot_undo_it(
+    two_workers, trouble, step, hangs, caplog
+):
     trouble.step, trouble.hangs = step, hangs
     for version in ("v1", "v2"):
         assert two_workers.publish(version).ok

@@ -62,7 +62,7 @@ def test_tensors_are_digested_where_they_were_copied_to(engine, nbytes):
         assert sent.digests() == [digest(tensor, "wsum64") for tensor in SOURCE.values()]
 
 
-def test_what_is_not_finite_is_counted_there(engine):
+def test_nonfinite_values_in_engine_memory_reject_the_round(engine):
     source = {"a": torch.tensor([1.0, float("nan"), float("inf")])}
     with Fleet(source, engine=engine, nonfinite="reject") as fleet:
         fleet.join()

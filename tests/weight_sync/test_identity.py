@@ -21,7 +21,7 @@ class Tied(nn.Module):
         self.register_buffer("not_kept", torch.rand(2), persistent=False)
 
 
-def test_it_is_the_fingerprint_of_a_round(fleet):
+def test_module_fingerprint_is_the_fingerprint_of_a_round(fleet):
     model, worker = Tied(0), Tied(1)
     made = fleet(model)
     made.join(worker)
@@ -45,5 +45,5 @@ def test_every_tensor_that_is_published_counts_and_no_other():
     assert module_fingerprint(model) == whole
 
 
-def test_it_depends_on_how_the_engine_digests():
+def test_module_fingerprint_depends_on_the_digest_algorithm():
     assert module_fingerprint(Tied(0), "wsum64") != module_fingerprint(Tied(0))

@@ -56,7 +56,7 @@ def test_a_commit_changes_the_name_and_meanwhile_there_is_none(joined, process):
     assert process.version().epoch > before.epoch
 
 
-def test_weights_that_cannot_be_restored_have_a_name_that_nobody_knows(
+def test_weights_that_cannot_be_restored_have_a_local_fingerprint(
     joined, process, caplog, report_of
 ):
     made, member, target = joined

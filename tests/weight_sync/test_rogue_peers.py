@@ -122,7 +122,7 @@ def test_a_publisher_that_keeps_to_the_protocol_is_obeyed(rogue, session, worker
         (["c", "float32", [4], "whole"], "SchemaError"),
     ],
 )
-def test_a_plan_that_nobody_could_take_is_refused_and_the_next_is_taken(
+def test_a_plan_that_is_invalid_or_does_not_fit_is_refused_and_the_next_is_taken(
     rogue, session, piece, error
 ):
     other = ["b", "float32", [2, 2], "whole"]
@@ -321,7 +321,7 @@ def raw_plan(size):
     ],
     ids=str,
 )
-def test_what_no_publisher_sends_ends_the_connection_only(rogue, session, shelf, message):
+def test_message_that_no_publisher_sends_ends_the_connection_only(rogue, session, shelf, message):
     if isinstance(message, dict):
         rogue.say_raw(20, message, entries=1)
     else:

@@ -54,7 +54,9 @@ def zeros(weights):
     return {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
 
 
-def test_what_was_lost_is_named_no_more_and_brought_again(fleet, weights, until):
+def test_worker_that_loses_its_weights_is_empty_until_the_publisher_sends_them_again(
+    fleet, weights, until
+):
     made = fleet(weights, engine="shm")
     stays, loses = made.join(), made.join(commit="copy")
     report = made.publish("v1")
@@ -69,7 +71,7 @@ def test_what_was_lost_is_named_no_more_and_brought_again(fleet, weights, until)
     until(lambda: told(made) == [("v1", "serving")] * 2)
 
 
-def test_who_cannot_be_sent_it_again_is_shown_as_empty_until_the_next_round(
+def test_worker_that_cannot_be_sent_its_weights_again_is_empty_until_the_next_round(
     fleet, engines, weights, until
 ):
     made = fleet(weights, engine=engines["memory"])
@@ -104,7 +106,7 @@ def test_a_set_that_waits_outlives_the_weights_that_it_was_to_replace(
     assert "catch-up" not in caplog.text
 
 
-def test_who_is_joined_after_the_loss_is_told_that_a_set_waits(
+def test_publisher_joined_after_the_loss_is_told_of_the_pending_set(
     fleet, engines, weights, until, report_of
 ):
     made = fleet(weights, engine=engines["memory"])
@@ -144,7 +146,9 @@ def test_a_commit_that_fails_after_the_loss_does_not_name_the_old_set_again(
     assert made.publish("v3").ok
 
 
-def test_who_was_given_up_is_tried_again_when_it_says_so_again(fleet, weights, caplog):
+def test_worker_that_was_given_up_is_sent_the_weights_when_it_reports_a_loss_again(
+    fleet, weights, caplog
+):
     made = fleet(weights, engine="shm")
     target = Remembering(zeros(weights))
     member = made.join(target)
@@ -162,7 +166,7 @@ def test_who_was_given_up_is_tried_again_when_it_says_so_again(fleet, weights, c
     caplog.clear()  # what was logged holds frames, and those hold tensors
 
 
-def test_who_has_committed_and_lost_it_before_the_report_is_not_called_updated(
+def test_worker_that_loses_its_weights_after_the_commit_is_reported_empty(
     fleet, engines, weights, until
 ):
     made = fleet(weights, engine=engines["memory"])

@@ -47,7 +47,7 @@ def test_a_rank_follows_from_the_worker_s_place():
 
 
 @pytest.mark.skipif(has_nccl and has_cuda, reason="nothing is missing here")
-def test_what_is_missing_is_said_on_use_and_nothing_is_left_open():
+def test_missing_nccl_or_cuda_is_named_on_use_and_nothing_is_left_open():
     with Fleet({"a": torch.ones(2)}, engine="nccl") as made:
         made.join()
         with pytest.raises(GroupError) as caught:

@@ -69,7 +69,7 @@ def test_exactly_one_rendezvous_is_given(engine, meeting, why):
         ({"atomic": "disk"}, "atomic is 'disk', expected one of"),
     ],
 )
-def test_what_a_worker_cannot_do_is_refused(engine, changes, why):
+def test_invalid_worker_init_info_is_refused(engine, changes, why):
     with pytest.raises(ValueError, match=why):
         engine.parse_init_info({**MEETING, **RANKS, **changes})
 
@@ -121,7 +121,7 @@ def test_a_trainer_may_use_either_name_of_its_address():
         ({"atomic": "disk"}, "atomic is 'disk', expected one of"),
     ],
 )
-def test_what_a_trainer_cannot_do_is_refused(options, why):
+def test_invalid_trainer_init_info_is_refused(options, why):
     with pytest.raises(ValueError, match=why):
         NCCLTrainerInitInfo(**options)
 

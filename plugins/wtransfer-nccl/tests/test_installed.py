@@ -16,7 +16,7 @@ if importlib.util.find_spec("wtransfer_nccl") is None:
     )
 
 
-def test_it_is_listed_from_its_distribution_without_being_imported():
+def test_engine_is_listed_from_its_distribution_without_being_imported():
     script = (
         "import sys, json\n"
         "from wtransfer.cli import main\n"

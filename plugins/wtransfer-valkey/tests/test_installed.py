@@ -32,13 +32,13 @@ def run(*arguments):
     return json.loads(printed), json.loads(imported)
 
 
-def test_it_is_listed_from_its_distribution_without_being_imported():
+def test_tier_is_listed_from_its_distribution_without_being_imported():
     listed, imported = run("plugins", "list", "--json")
     (row,) = [row for row in listed["plugins"] if row["name"] == "valkey"]
     assert (row["kind"], row["distribution"]) == ("specs", "wtransfer-valkey")
     assert imported == []
 
 
-def test_it_is_usable_without_a_server():
+def test_tier_is_usable_without_a_server():
     (card,) = run("plugins", "show", "valkey", "--json")[0]
     assert (card["usable"], card["class"]) == (True, "wtransfer_valkey.tier:ValkeyTier")

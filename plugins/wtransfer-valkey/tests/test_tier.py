@@ -41,7 +41,7 @@ def either(request, serve, make_tier):
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_what_was_put_is_found(either, length):
+def test_put_value_is_found_until_it_is_removed(either, length):
     value = content(1, length)
     assert got(either, KEY, length) is None
     assert either.contains([KEY, b"other"]) == [False, False]

@@ -203,7 +203,7 @@ def test_disturbed_copy_differs_in_floats_and_in_packed_rows_and_links_the_rest(
 # -- what cannot be checked
 
 
-def test_what_cannot_be_checked_ends_with_2_and_a_sentence(model, tmp_path):
+def test_model_that_cannot_be_checked_ends_with_2_and_a_sentence(model, tmp_path):
     gptq = model("llama", "LlamaForCausalLM", {"quant_method": "gptq", "bits": 4})
     unknown = tmp_path / "unknown"
     unknown.mkdir()

@@ -107,5 +107,5 @@ def test_wherever_its_loader_fails_the_old_version_is_back_and_the_next_update_w
         assert mended == ["committed", None, served["A"]]
 
 
-def test_it_forgets_its_cache_at_once(run):
+def test_prefix_cache_of_the_old_engine_is_enabled(run):
     assert run["reads_prefix_cache"] is True

@@ -119,7 +119,7 @@ def test_prompts_in_pieces_are_kept_handed_over_and_gone_on_with(service, stack,
 
 
 @matrix
-def test_who_has_to_give_way_is_kept_and_goes_on_with_the_same_tokens(service, stack, block_size):
+def test_preempted_request_is_kept_and_continues_with_the_same_tokens(service, stack, block_size):
     """There are blocks for three prompts, and none for what follows them.
 
     Then as many are loaded, and each needs more to come to its end. While the others keep theirs it
@@ -144,7 +144,7 @@ def test_who_has_to_give_way_is_kept_and_goes_on_with_the_same_tokens(service, s
 
 
 @matrix
-def test_what_the_cache_has_the_beginning_of_is_loaded_from_there_on(service, stack, block_size):
+def test_prompt_cached_in_part_is_loaded_from_its_first_uncached_block(service, stack, block_size):
     made = service(stack, block_size, 16 * unit(block_size) // block_size)
     for loader in stack.loaders:
         texts, num_alike = alike(block_size, loader)

@@ -66,7 +66,7 @@ def test_a_config_without_the_size_of_a_block_is_refused_by_naming_its_field(rol
 
 @pytest.mark.parametrize("per_chunk", [1, 2, 3])
 @pytest.mark.parametrize(("name", "num_ranks"), [("today", 1), ("today", 2), ("seed", 1)])
-def test_what_is_loaded_is_what_was_stored(bench, name, per_chunk, num_ranks):
+def test_loaded_chunks_hold_the_stored_bytes_on_every_rank(bench, name, per_chunk, num_ranks):
     rig = bench(num_ranks, block_size=4 * per_chunk, **SHAPES[name])
     rig.keep(request_of("r", 26), [7, 2, 9, 4, 11, 0, 5])
     rig.wipe()
@@ -115,7 +115,7 @@ def test_only_whole_chunks_are_stored(bench, shape):
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize(("num_there", "fails"), [(8, False), (8, True), (7, False)])
-def test_what_builds_on_the_load_of_another_is_stored_once_that_is_known_to_have_come(
+def test_blocks_built_on_another_requests_load_are_stored_once_every_rank_has_reported(
     bench, num_there, fails, num_ranks
 ):
     """Some hosts end a step whose load has failed as if nothing were wrong, and rewind later.
@@ -140,7 +140,7 @@ def test_what_builds_on_the_load_of_another_is_stored_once_that_is_known_to_have
     assert job.blocks.block_ids == ([0, 1, 2, 3] if fails else [2, 3])
 
 
-def test_what_builds_on_its_own_load_or_on_the_hosts_cache_is_stored_at_once(bench):
+def test_blocks_built_on_the_requests_own_load_or_the_host_cache_are_stored_at_once(bench):
     rig = bench()
     rig.keep(request_of("r", 13), [0, 1, 2, 3])
     again = request_of("s", 21)
@@ -230,7 +230,7 @@ def test_events_are_passed_on(bench):
 # -- steps that do not count, and jobs that fail
 
 
-def test_what_a_step_that_did_not_count_was_to_store_is_stored_by_the_next(bench, shape):
+def test_stores_of_a_discarded_step_fail_and_the_next_step_stores_the_blocks(bench, shape):
     rig = bench(**shape)
     request = request_of("r", 9)
     rig.begin(request, [0, 1, 2])
@@ -247,7 +247,7 @@ def test_what_a_step_that_did_not_count_was_to_store_is_stored_by_the_next(bench
     assert rig.scheduler.get_stats()["store_jobs_failed_total"] == 2
 
 
-def test_what_the_tier_could_not_store_is_not_tried_in_every_step(bench):
+def test_store_that_the_tier_refused_is_not_submitted_again_in_later_steps(bench):
     rig = bench()
     rig.tier.submit_store = lambda *job: False
     request = request_of("r", 9)
@@ -302,7 +302,7 @@ def test_a_load_that_fails_on_one_rank_has_failed(bench):
     assert rig.ask(request_of("t", 9)) == (0, False)
 
 
-def test_outcomes_that_come_again_or_of_nobody_are_counted(bench):
+def test_repeated_and_unknown_outcomes_are_counted_and_change_no_job(bench):
     """FAULTS 28."""
     rig = bench(2)
     request = request_of("r", 9)
@@ -410,7 +410,7 @@ def test_a_request_that_goes_on_elsewhere_stores_from_there(bench):
     assert (job.blocks.block_ids, job.blocks.block_indices) == ([7], [2])
 
 
-def test_what_a_request_finds_elsewhere_is_not_what_it_has_computed(bench):
+def test_blocks_that_a_resumed_request_finds_in_the_host_cache_are_not_stored_as_its_own(bench):
     """It has lost its blocks, and the host's own cache has more of it than it had itself."""
     rig = bench()
     request = request_of("r", 17)

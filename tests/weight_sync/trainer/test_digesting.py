@@ -143,7 +143,7 @@ class Unread:
         raise OSError("the store is gone")
 
 
-def test_what_reads_itself_and_fails_is_the_sources_error():
+def test_failed_read_of_an_unread_tensor_is_a_source_error():
     user = Custom({"a": TENSORS["a"]}, None)
     user.iter_unread = lambda: iter([("a", Unread(made))])
     made = [planned(user)]
@@ -152,7 +152,7 @@ def test_what_reads_itself_and_fails_is_the_sources_error():
     assert not made[0].reading
 
 
-def test_what_is_yielded_is_digested_in_plan_order(digesting):
+def test_yielded_tensors_are_digested_in_plan_order(digesting):
     assert contents(dict(digesting.iter_full())) == contents(TENSORS)
     assert digesting.digests() == [digest(tensor) for tensor in TENSORS.values()]
 
@@ -231,7 +231,7 @@ def test_a_source_may_yield_one_buffer_again_and_again():
     "dtype",
     ["float32", "float64", "bfloat16", "float16", "float8_e5m2", "complex64"],
 )
-def test_what_is_not_finite_is_counted_however_it_is_read(dtype):
+def test_nonfinite_values_are_counted_in_every_kind_of_pass(dtype):
     tensor = torch.tensor([1.0, float("nan"), float("inf"), -float("inf"), -0.0])
     for read in PASSES:
         tensors = {"w": tensor.to(getattr(torch, dtype)), "fine": torch.ones(2)}
@@ -291,7 +291,7 @@ def swapped(tensors):
 @pytest.mark.parametrize(
     "change", [reshaped, retyped, added, removed, parted, turned, replaced, swapped]
 )
-def test_whatever_became_of_the_tensors_is_sent_in_the_next_round(change):
+def test_changed_tensors_are_planned_and_sent_in_the_next_round(change):
     b = torch.ones(3)
     tensors = {
         "a": torch.zeros(2),
@@ -434,7 +434,7 @@ def test_a_shortage_and_errors_of_ours_stay_what_they_are(error):
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-def test_what_no_update_can_hold_is_refused_at_the_plan():
+def test_dtype_that_cannot_be_sent_is_refused_at_the_plan():
     with pytest.raises(ManifestError, match="complex32 cannot be sent"):
         planned(StateDictSource({"w": torch.zeros(2, dtype=torch.complex32)}))
 

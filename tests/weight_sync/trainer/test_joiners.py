@@ -69,7 +69,7 @@ def test_joiner_after_a_failed_round_gets_the_committed_version(
 
 
 @pytest.mark.slow
-def test_a_plan_beyond_the_limit_ends_the_round_at_once_and_blames_nobody(fleet):
+def test_a_plan_beyond_the_limit_of_a_message_ends_the_round_with_limit_error(fleet):
     # Naming so many tensors alone may take seconds.
     made = fleet({"w": torch.zeros(1)}, engine="shm", deadline_s=60.0)
     made.join()

@@ -147,7 +147,7 @@ TEXTS = {
 @pytest.mark.parametrize(
     ("name", "value"), [(name, value) for name, values in BAD.items() for value in values]
 )
-def test_what_cannot_be_meant_is_refused_at_once(weights, name, value):
+def test_invalid_publisher_option_is_refused_at_once(weights, name, value):
     with pytest.raises((ValueError, UnknownBackendError), match=TEXTS[name]):
         Publisher(weights, **{name: value})
 
@@ -213,7 +213,7 @@ class Anything:
 
 
 # FAULTS 46
-def test_what_cannot_be_staged_is_refused_before_any_byte_moves(fleet, engine):
+def test_update_that_cannot_be_staged_is_refused_before_any_byte_moves(fleet, engine):
     source = Huge({})
     made = fleet(source, engine=engine)
     made.join(Anything())

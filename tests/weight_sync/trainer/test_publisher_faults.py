@@ -194,7 +194,9 @@ def test_joiner_takes_a_place_among_the_instances_that_no_other_has(fleet, weigh
 
 
 @pytest.mark.parametrize("token", [None, "known"])
-def test_too_few_workers_are_explained_by_a_token_that_nobody_was_told(weights, monkeypatch, token):
+def test_too_few_workers_are_explained_by_a_token_that_the_publisher_made_itself(
+    weights, monkeypatch, token
+):
     monkeypatch.delenv("WTRANSFER_TOKEN", raising=False)
     monkeypatch.delenv("WTRANSFER_TOKEN_FILE", raising=False)
     with Publisher(weights, token=token) as publisher:

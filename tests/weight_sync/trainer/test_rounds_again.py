@@ -50,7 +50,7 @@ def test_a_modules_parameters_may_be_replaced_on_both_sides(fleet, commit, chang
         assert contents(serving.state_dict()) == contents(trained.state_dict())
 
 
-def test_what_a_worker_is_sent_in_a_round_does_not_grow_with_the_number_of_tensors(fleet, sent):
+def test_bytes_sent_to_a_worker_in_a_round_do_not_grow_with_the_number_of_tensors(fleet, sent):
     def nbytes(num_tensors):
         made = fleet({f"norm.{i}": torch.ones(2) for i in range(num_tensors)}, engine="shm")
         for _ in range(2):

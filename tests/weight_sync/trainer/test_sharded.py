@@ -72,7 +72,7 @@ def start(kind, rank, port):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dtensors", pytest.param("metadata", marks=pytest.mark.nightly)])
-def test_what_two_ranks_hold_arrives_whole_in_every_round(kind):
+def test_shards_of_two_ranks_arrive_whole_in_every_round(kind):
     first = start(kind, 0, 0)
     port = first.stdout.readline().strip()
     other = start(kind, 1, port)
@@ -129,7 +129,7 @@ def test_one_rank_alone_needs_no_other(sharded, fleet):
     assert contents(whole(sharded)) == member.contents
 
 
-def test_metadata_says_who_holds_what(sharded, mesh):
+def test_metadata_names_mesh_and_placements_of_a_sharded_tensor(sharded, mesh):
     rows, plain, _ = StateDictSource(sharded).metadata
     assert rows == ParamMeta("rows", torch.float32, (3, 2), (0,), mesh, (Shard(0),))
     assert plain == ParamMeta("plain", torch.float32, (2,))
@@ -481,7 +481,7 @@ def test_a_publisher_that_takes_over_in_a_round_ends_it(source, publishing, publ
 
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
-def test_what_a_killed_publisher_has_left_ends_no_new_ranks_publish(
+def test_records_of_a_killed_publisher_end_no_publish_of_a_new_rank(
     source, publishing, publish, store, version
 ):
     source.begin("v1")
@@ -547,7 +547,7 @@ def test_a_pass_of_an_earlier_round_ends_when_another_has_begun(source, backgrou
 # -- the store
 
 
-def test_what_the_store_has_from_others_is_refused(store, rank):
+def test_foreign_record_in_the_store_is_refused(store, rank):
     store.set("wtransfer/default/publisher", "{}")
     with pytest.raises(ProtocolError, match="holds something else under 'wtransfer/default'"):
         rank.publish("v1")

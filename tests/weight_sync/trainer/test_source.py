@@ -66,7 +66,7 @@ def test_a_source_may_pass_attributes_on():
     assert as_source(proxy) is proxy
 
 
-def test_what_is_no_source_is_refused():
+def test_object_that_is_no_source_is_refused():
     with pytest.raises(TypeError, match="cannot publish a list: expected a torch module"):
         as_source([torch.zeros(1)])
 

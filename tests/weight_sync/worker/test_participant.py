@@ -219,7 +219,7 @@ def test_an_address_is_joined_once(publisher, join):
         ({"join": "nowhere", "token": "t"}, "nowhere"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_at_once(options, text):
+def test_invalid_session_option_is_refused_at_once(options, text):
     with pytest.raises(ValueError, match=text):
         wtransfer.WorkerSession(AnyTarget(), **options)
 

@@ -61,7 +61,7 @@ def test_torch_that_cannot_count_holders_points_nothing_at_staged_memory(monkeyp
 
 
 # FAULTS 17
-def test_what_was_captured_brings_them_back_after_half_an_update(commit):
+def test_captured_tensors_restore_the_module_after_half_an_update(commit):
     module = model()
     before = contents(module.state_dict())
     target = ModuleTarget(module, commit)
@@ -78,7 +78,7 @@ def test_unknown_ways_to_commit_are_refused():
         StateDictTarget({}, "move")
 
 
-def test_what_is_no_target_is_refused():
+def test_object_that_is_no_target_is_refused():
     with pytest.raises(TypeError, match="cannot serve a list: expected a torch module"):
         as_target([torch.zeros(1)], "adopt")
 
@@ -139,7 +139,7 @@ class Elsewhere(torch.Tensor):
     device = property(lambda _: torch.device("cuda"))
 
 
-def test_what_was_captured_is_not_overwritten_from_another_device():
+def test_captured_tensors_are_not_overwritten_by_an_update_from_another_device():
     tensors = {"a": torch.zeros(2), "b": torch.zeros(2)}
     target = StateDictTarget(tensors)
     captured = target.capture()
@@ -171,7 +171,7 @@ UNWRITABLE = {
 
 @pytest.mark.parametrize("kind", UNWRITABLE)
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:The PyTorch API of nested")
-def test_what_cannot_be_written_is_refused_and_named(commit, kind):
+def test_unwritable_tensor_is_refused_and_named(commit, kind):
     make, reason = UNWRITABLE[kind]
     with pytest.raises(SchemaError, match=rf"1 of 2 tensors .*\n  odd: .*{reason}") as caught:
         StateDictTarget({"good": torch.zeros(2), "odd": make()}, commit)
