@@ -236,7 +236,7 @@ class Worker:
         while not self.round.done():
             assert time.monotonic() < end
             with contextlib.suppress(CommitError):
-                self.session.commit_pending(0.01)
+                self.session.commit_pending(0.001)
 
     def check(self):
         self.finish()
@@ -371,9 +371,12 @@ def interrupted_everywhere(act, check, prepare=lambda: None):
 
 
 @pytest.mark.parametrize(
-    # Rounds that are written to disk take their time, and go the way of `publish`.
+    # Slow: the ways of `publish` and of `commit_pending`, with rounds on disk, and more of them.
     "subject",
-    [pytest.param(how, marks=pytest.mark.slow) if how == "rollback" else how for how in HOWS],
+    [
+        pytest.param(how, marks=pytest.mark.slow) if how in {"rollback", "wait_for"} else how
+        for how in HOWS
+    ],
     indirect=True,
 )
 @pytest.mark.timeout(300)
