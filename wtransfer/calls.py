@@ -191,10 +191,7 @@ class Call:
         try:
             self.result = function()
         except BaseException as error:
-            self.error = error
-            # Translating formats the error, whose own code may raise.
-            with contextlib.suppress(Exception):
-                self.error = self.translate(error)
+            self.fail(error)
         finally:
             # The function may hold tensors, and the call may be kept for its outcome.
             del function
@@ -219,9 +216,9 @@ class Call:
             return False
         return True
 
-    def translate(self, error: BaseException) -> BaseException:
-        """Return the error to keep for a raised one."""
-        return error
+    def fail(self, error: BaseException) -> None:
+        """Keep the error that the call has raised."""
+        self.error = error
 
     def outcome(self) -> Any:
         """Return the result, or raise the error; once, for neither is kept.

@@ -5,11 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
+from torch.distributed.tensor import Shard
 
+from wtransfer.engines.interface import ParamMeta
 from wtransfer.errors import CommitError
 from wtransfer.testing.contents import contents
 from wtransfer.transport.channel import Listener
@@ -227,3 +230,29 @@ def sent(monkeypatch):
 def mail():
     """Class of what a peer that is played has received."""
     return Mail
+
+
+class Spread:
+    """A source with one tensor, of which rank 1 holds a part as well."""
+
+    metadata = (
+        ParamMeta(
+            "w",
+            torch.float32,
+            (2,),
+            owners=(0, 1),
+            mesh=SimpleNamespace(mesh=torch.tensor([0, 1]), get_coordinate=lambda: (0,)),
+            placements=(Shard(0),),
+        ),
+    )
+
+    def iter_local(self):
+        yield "w", torch.ones(1)
+
+    def iter_full(self):
+        raise AssertionError("what has placements is gathered from its parts")
+
+
+@pytest.fixture
+def spread():
+    return Spread()

@@ -18,9 +18,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Shard
 
 import wtransfer
 from wtransfer.errors import (
@@ -32,7 +30,6 @@ from wtransfer.errors import (
 )
 from wtransfer.testing.contents import contents
 from wtransfer.weight_sync.trainer.sharded import ShardedSource, TrainerRank
-from wtransfer.weights import ParamMeta
 
 PATIENCE_S = 10.0
 STDLIB = Path(threading.__file__).parent
@@ -253,33 +250,12 @@ class Worker:
         self.prepare()
 
 
-class Spread:
-    """A source with one tensor, of which another rank holds a part."""
-
-    metadata = (
-        ParamMeta(
-            "w",
-            torch.float32,
-            (2,),
-            owners=(0, 1),
-            mesh=SimpleNamespace(mesh=torch.tensor([0, 1]), get_coordinate=lambda: (0,)),
-            placements=(Shard(0),),
-        ),
-    )
-
-    def iter_local(self):
-        yield "w", torch.ones(1)
-
-    def iter_full(self):
-        raise AssertionError("what has placements is gathered from its parts")
-
-
 class Rank:
     """Another rank in the hands of this thread; rounds are begun and ended on another one."""
 
-    def __init__(self):
+    def __init__(self, source):
         self.store = dist.HashStore()
-        self.source = ShardedSource(Spread(), store=self.store, deadline_s=PATIENCE_S)
+        self.source = ShardedSource(source, store=self.store, deadline_s=PATIENCE_S)
         self.source.refuse("of before", RoundAbortedError("there was none"))
         self.rank = TrainerRank({}, store=self.store, deadline_s=PATIENCE_S)
 
@@ -331,7 +307,7 @@ WORKER = ("commit_pending", "wait_for")
 
 
 @pytest.fixture
-def subject(request, publishing, fleet, weights, engines):
+def subject(request, publishing, fleet, weights, engines, *, spread):
     how = request.param
     if how == "rollback":
         return Publishing(publishing(), how)
@@ -340,7 +316,7 @@ def subject(request, publishing, fleet, weights, engines):
         made.join()
         return Publishing(made, how)
     if how == "TrainerRank.publish":
-        return Rank()
+        return Rank(spread)
     return Worker(fleet(weights, engine=engines["memory"]), how)
 
 

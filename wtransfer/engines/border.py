@@ -43,15 +43,16 @@ def call_engine(method: str, call: Callable[[], T], plugin: str) -> T:
 
 def engine_error(method: str, error: BaseException, plugin: str) -> WTransferError:
     """Return our error for an exception that an engine raised."""
-    if is_out_of_memory(error):
-        shortage = out_of_memory("the update's", error)
-        shortage.add_facts(plugin=plugin)
-        return shortage
-    text = "its text cannot be shown"
-    # Code of the plug-in as well.
+    # The text of an error is code of the plug-in as well, which may raise.
     with contextlib.suppress(Exception):
-        text = str(error)
-    return EngineError(f"{method} raised {type(error).__name__}: {text}", plugin=plugin)
+        if is_out_of_memory(error):
+            shortage = out_of_memory("the update's", error)
+            shortage.add_facts(plugin=plugin)
+            return shortage
+        return EngineError(f"{method} raised {type(error).__name__}: {error}", plugin=plugin)
+    return EngineError(
+        f"{method} raised {type(error).__name__}: its text cannot be shown", plugin=plugin
+    )
 
 
 def guarded(what: str, call: Callable[[], object] | None) -> None:

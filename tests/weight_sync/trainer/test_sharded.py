@@ -11,7 +11,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -245,39 +244,18 @@ def test_a_part_whose_storage_was_freed_is_named(sharded):
 # -- rounds, as the other ranks see them
 
 
-class Spread:
-    """A source with one tensor, of which rank 1 holds a part as well."""
-
-    metadata = (
-        ParamMeta(
-            "w",
-            torch.float32,
-            (2,),
-            owners=(0, 1),
-            mesh=SimpleNamespace(mesh=torch.tensor([0, 1]), get_coordinate=lambda: (0,)),
-            placements=(Shard(0),),
-        ),
-    )
-
-    def iter_local(self):
-        yield "w", torch.ones(1)
-
-    def iter_full(self):
-        raise AssertionError("what has placements is gathered from its parts")
-
-
 @pytest.fixture
 def store():
     return dist.HashStore()
 
 
 @pytest.fixture
-def publishing(store):
+def publishing(store, spread):
     """Maker of the source of a publishing rank, which the test leads through rounds."""
     made = []
 
     def make():
-        made.append(ShardedSource(Spread(), store=store, deadline_s=DEADLINE_S))
+        made.append(ShardedSource(spread, store=store, deadline_s=DEADLINE_S))
         # It meets the other ranks.
         made[-1].refuse("of before", BROKEN)
         return made[-1]
@@ -514,8 +492,8 @@ def test_closing_ends_a_publish_wherever_it_waits(publishing, publish, rank, sto
     assert isinstance(coming.exception(DEADLINE_S / 2), ClosedError)
 
 
-def test_every_rank_that_is_missing_is_named(store):
-    source = ShardedSource(Spread(), store=store, deadline_s=QUIET_S)
+def test_every_rank_that_is_missing_is_named(store, spread):
+    source = ShardedSource(spread, store=store, deadline_s=QUIET_S)
     source.begin("v1")
     with pytest.raises(StallError, match=r"the arrival of trainer ranks \[1\], which hold parts"):
         next(source.iter_full())

@@ -200,10 +200,10 @@ class EngineCall(Call):
         on_done, self._on_done = self._on_done, lambda: None
         on_done()
 
-    def translate(self, error: BaseException) -> BaseException:
-        """Return the error without frames."""
+    def fail(self, error: BaseException) -> None:
+        """Keep the error without frames."""
         forget_frames(error)
-        return error
+        super().fail(error)
 
 
 class EngineRunner:

@@ -390,11 +390,8 @@ class ShardedSource:
             raise
 
     def _lost(self, others: Iterable[int]) -> PeerLostError | None:
-        lost = (
-            self._group.lost(str(rank), f"trainer rank {rank}")
-            for rank in sorted(others)
-            if _takes_part(self._group.heard(str(rank)), self._state)
-        )
+        taking_part = self._taking_part(others)
+        lost = (self._group.lost(str(rank), f"trainer rank {rank}") for rank in taking_part)
         return next(filter(None, lost), None)
 
     def _failed(self, others: Iterable[int]) -> WTransferError | None:
@@ -407,9 +404,11 @@ class ShardedSource:
     def _failed_inside(self, others: Iterable[int]) -> WTransferError | None:
         """Return why another rank has left a gather that this rank may be in."""
         # A rank that fails outside of a gather leaves the round, and its gathers have ended.
-        return self._failed(
-            r for r in others if _takes_part(self._group.heard(str(r)), self._state)
-        )
+        return self._failed(self._taking_part(others))
+
+    def _taking_part(self, others: Iterable[int]) -> list[int]:
+        state = self._state
+        return [r for r in sorted(others) if _takes_part(self._group.heard(str(r)), state)]
 
     def _cause(self, others: frozenset[int], failed: WTransferError) -> WTransferError:
         """Return why a gather has failed: a lost rank breaks it for all, and is detected later."""
