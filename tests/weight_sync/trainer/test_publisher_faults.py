@@ -7,6 +7,7 @@ import time
 from typing import ClassVar
 
 import pytest
+import torch
 
 from wtransfer import WeightTransferEngineFactory
 from wtransfer.engines.shm import ShmTrainerEngine
@@ -145,18 +146,21 @@ def test_catch_up_that_gets_no_thread_is_tried_again(fleet, weights, no_thread):
 
 @pytest.mark.parametrize("method", ["post", "pause", "wake", "start", "flush"])
 def test_publisher_without_other_ranks_enters_no_lock_of_their_group(
-    fleet, weights, monkeypatch, method
+    fleet, gated, monkeypatch, method
 ):
     """Those locks are Python code: a signal handler that raises there would leave them taken."""
     entered = []
     monkeypatch.setattr(GatherGroup, method, lambda *_: entered.append(method))
-    made = fleet(weights)
+    made = fleet(gated)
     with pytest.raises(NoWorkersError):
         made.publisher.publish("v0")
-    made.join()
+    made.join({name: torch.zeros_like(each) for name, each in gated.tensors.items()})
     assert made.publish("v1").ok
+    gated.gate.clear()
     round_ = made.publisher.publish("v2", wait=False)
     round_.abort("called off")
+    # Only now: called off too late, the round would be committed.
+    gated.gate.set()
     with pytest.raises(RoundAbortedError):
         round_.result()
     assert entered == []
