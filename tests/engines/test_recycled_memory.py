@@ -122,7 +122,7 @@ def test_no_bytes_at_all_can_be_taken(memory):
 
 
 def test_taking_fresh_memory_can_be_ended(memory):
-    def stop():
+    def stop(_nbytes):
         raise RuntimeError("the round is over")
 
     with pytest.raises(RuntimeError, match="the round is over"):

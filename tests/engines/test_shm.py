@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import time
 from pathlib import Path
 from typing import ClassVar
@@ -12,10 +14,11 @@ import torch
 from wtransfer.config import ParallelConfig, WeightTransferConfig
 from wtransfer.engines.factory import WeightTransferEngineFactory
 from wtransfer.engines.shm import ShmInitInfo, ShmTrainerEngine, ShmWeightTransferEngine
-from wtransfer.errors import EngineError, NotInitializedError, SegmentGoneError
+from wtransfer.errors import EngineError, NotInitializedError, SegmentGoneError, StagingMemoryError
 from wtransfer.testing.engine import EngineConformance
 from wtransfer.testing.faults import Fault
 from wtransfer.testing.leftovers import Leftovers
+from wtransfer.transport import memory
 
 
 class TestShm(EngineConformance):
@@ -64,6 +67,26 @@ def test_aborted_rounds_take_no_more_segments(fleet, engines, faults, commit):
         assert made.publish(f"v{number}").ok
         used |= segments("s")
     assert len(used) == 2
+
+
+def test_segment_whose_memory_was_not_all_taken_is_not_written_to(fleet, engines, monkeypatch):
+    made = fleet({"w": torch.zeros(3 << 20)}, engine=engines["shm"])
+    made.join()
+    advise = memory._madvise
+
+    def out_of_memory(address, nbytes, advice):
+        if advice != memory._MADV_POPULATE_WRITE:
+            return advise(address, nbytes, advice)
+        ctypes.set_errno(errno.ENOMEM)
+        return -1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "_madvise", out_of_memory)
+        with pytest.raises(StagingMemoryError, match="taking 12,582,912 bytes of shared memory"):
+            made.publish("v1")
+        failed = segments("s")
+    assert made.publish("v2").ok
+    assert len(segments("s") - failed) == 1
 
 
 def test_shutdown_frees_everything_though_engines_are_still_referenced(fleet, weights):

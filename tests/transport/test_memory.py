@@ -90,7 +90,7 @@ def test_large_segments_and_their_mappings_consist_of_huge_pages(segment, pages)
 
 def test_a_machine_short_of_huge_pages_costs_no_more_than_the_time_allowed(monkeypatch):
     advices = []
-    monkeypatch.setattr(memory, "_COLLAPSE_S", 0.0)
+    monkeypatch.setattr(memory, "_COLLAPSE_S", 1e-9)
     monkeypatch.setattr(memory, "_madvise", lambda *each: advices.append(each[2]) or 0)
     Segment(NBYTES).close()
     assert advices.count(memory._MADV_COLLAPSE) == 1
@@ -308,11 +308,42 @@ def test_no_groups_no_limit(cgroups, membership):
 
 def test_allocation_of_a_segment_reports_its_progress_and_can_be_stopped():
     steps = []
-    Segment(3 * memory.ADVISE_NBYTES, lambda: steps.append(1)).close()
-    assert len(steps) == 3
+    Segment(3 * memory.ADVISE_NBYTES, steps.append).close()
+    assert steps == [n * memory.ADVISE_NBYTES for n in (1, 2, 3)]
 
-    def stop():
+    def stop(_nbytes):
         raise RuntimeError("the round is over")
 
     with pytest.raises(RuntimeError, match="the round is over"):
         Segment(memory.ADVISE_NBYTES, stop)
+
+
+def test_memory_that_is_populated_ahead_is_there_when_the_wait_for_it_ends():
+    go_on = threading.Semaphore(1)
+    segment = Segment(3 * memory.ADVISE_NBYTES, populated=False)
+    ahead = memory.PopulatingAhead(segment, go_on.acquire)
+    for number in range(3):
+        there = (number + 1) * memory.ADVISE_NBYTES
+        ahead.wait(number * memory.ADVISE_NBYTES + 1)
+        assert resident_pages(segment.buffer[:there]).all()
+        go_on.release()
+    assert not ahead.failed
+    segment.close()
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_populating_ahead_that_ends_early_fails_every_wait_for_what_is_missing(num_steps):
+    steps = iter(range(num_steps))
+
+    def step():
+        if next(steps, None) is None:
+            raise RuntimeError("the round is over")
+
+    segment = Segment(3 * memory.ADVISE_NBYTES, populated=False)
+    ahead = memory.PopulatingAhead(segment, step)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the round is over"):
+            ahead.wait(segment.nbytes)
+    ahead.wait(num_steps * memory.ADVISE_NBYTES)
+    assert ahead.failed
+    segment.close()

@@ -218,7 +218,7 @@ class CollectiveWeightTransferEngine(
         Raises:
             StagingMemoryError: There is not that much.
         """
-        return HostRecvBuffers(layout, self._memory.take(layout.nbytes, note_progress))
+        return HostRecvBuffers(layout, self._memory.take(layout.nbytes, lambda _: note_progress()))
 
     def init_transfer_engine(self, init_info: TInfo) -> None:
         """Meet the other ranks and form the group.
@@ -633,12 +633,12 @@ class RecycledMemory:
     def __init__(self) -> None:
         self._pieces: list[tuple[Segment, weakref.ref[ByteArray]]] = []
 
-    def take(self, nbytes: int, on_step: Callable[[], object] | None = None) -> ByteArray:
+    def take(self, nbytes: int, on_step: Callable[[int], object] | None = None) -> ByteArray:
         """Return memory that is not in use, shape ``(nbytes,)``, with arbitrary content.
 
         Args:
             nbytes: Size.
-            on_step: Called again and again while fresh memory is taken; may raise.
+            on_step: Called again and again with the number of fresh bytes taken; may raise.
 
         Raises:
             StagingMemoryError: There is not that much.

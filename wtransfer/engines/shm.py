@@ -29,13 +29,13 @@ from wtransfer.engines.interface import (
 )
 from wtransfer.errors import NotInitializedError
 from wtransfer.transport.lease import SegmentExporter, attach
-from wtransfer.transport.memory import Segment, populate
+from wtransfer.transport.memory import PopulatingAhead, Segment, populate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from wtransfer.config import HasBackend, ParallelConfig
-    from wtransfer.transport.layout import TensorLayout
+    from wtransfer.transport.layout import Bucket, TensorLayout
     from wtransfer.transport.tensors import ByteArray
     from wtransfer.weights import LoadWeights
 
@@ -156,6 +156,7 @@ class Slot:
 
     segment_id: int
     segment: Segment
+    memory: PopulatingAhead
     announced: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -197,11 +198,13 @@ class ShmTrainerEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
         if source is None:
             raise NotInitializedError("not initialized: the engine has no source to send")
         slot = self._take_slot(source.layout.nbytes, source.note_progress)
-        memory = slot.segment.buffer
+
+        def place_of(bucket: Bucket) -> ByteArray:
+            slot.memory.wait(bucket.stop)
+            return slot.segment.buffer[bucket.start : bucket.stop]
+
         with Announcer(self.client.update_weights, NUM_UNDER_WAY) as announcer:
-            for bucket in source.iter_buckets(
-                self.init_info.bucket_nbytes, lambda bucket: memory[bucket.start : bucket.stop]
-            ):
+            for bucket in source.iter_buckets(self.init_info.bucket_nbytes, place_of):
                 info = {"segment": slot.segment_id, "first": bucket.first, "last": bucket.last}
                 slot.announced.append(info)
                 announcer.announce(info)
@@ -228,21 +231,25 @@ class ShmTrainerEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
 
     def _take_slot(self, nbytes: int, on_step: Callable[[], None]) -> Slot:
         before, self._next = self._next, None
-        segment = self._reclaim(before, nbytes) if before is not None else None
+        if before is not None and self._reclaim(before, nbytes):
+            segment, memory = before.segment, before.memory
+        else:
+            segment = Segment(nbytes, populated=False)
+            memory = PopulatingAhead(segment, on_step)
         # A number for every content: a late request for an older one fails.
-        slot = Slot(self._num_contents, segment or Segment(nbytes, on_step))
+        slot = Slot(self._num_contents, segment, memory)
         self._num_contents += 1
         self._exporter.export(slot.segment_id, slot.segment)
         self._next = slot
         return slot
 
-    def _reclaim(self, slot: Slot, nbytes: int) -> Segment | None:
+    def _reclaim(self, slot: Slot, nbytes: int) -> bool:
         """Take back a segment to write to it, unless a reader still has a lease."""
         # Revoked first: from here on no lease can be added, so "free" stays true.
         self._exporter.revoke(slot.segment_id)
-        large_enough = slot.segment.nbytes >= nbytes
-        if large_enough and self._exporter.wait_free(slot.segment_id, RELEASE_GRACE_S):
-            return slot.segment
+        usable = slot.segment.nbytes >= nbytes and not slot.memory.failed
+        if usable and self._exporter.wait_free(slot.segment_id, RELEASE_GRACE_S):
+            return True
         # Remaining readers keep the memory alive; it goes with the last of them.
         slot.segment.close()
-        return None
+        return False

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from wtransfer.calls import Changed, start_call
 from wtransfer.errors import (
     ClosedError,
     DescriptorLimitError,
@@ -84,10 +85,11 @@ class Segment:
 
     Args:
         nbytes: Size; also 0.
-        on_step: Called again and again while the memory is taken, which may last; ends that by
-            raising.
+        on_step: Called again and again while the memory is taken, which may last, with the number
+            of bytes that are there; ends that by raising.
         populated: Whether to take the memory now. If not, `populate` must follow for every range
-            before it is written to: a write that finds no memory left is SIGBUS.
+            before it is written to (`PopulatingAhead`): a write that finds no memory left is
+            SIGBUS.
 
     Raises:
         StagingMemoryError: There is not that much memory.
@@ -99,7 +101,7 @@ class Segment:
     def __init__(
         self,
         nbytes: int,
-        on_step: Callable[[], object] | None = None,
+        on_step: Callable[[int], object] | None = None,
         *,
         populated: bool = True,
     ) -> None:
@@ -136,14 +138,15 @@ class Segment:
         self._buffer: ByteArray | None = map_file(fd, max(nbytes, 1), private=False)[:nbytes]
 
     def populate(
-        self, start: int, length: int, on_step: Callable[[], object] | None = None
+        self, start: int, length: int, on_step: Callable[[int], object] | None = None
     ) -> None:
         """Take the memory of a range, or enter it into the page table if it is there.
 
         Args:
             start: First byte.
             length: Number of bytes.
-            on_step: Called again and again; ends the call by raising.
+            on_step: Called again and again with the number of bytes that are there; ends the call
+                by raising.
 
         Raises:
             StagingMemoryError: There is not that much memory.
@@ -151,7 +154,6 @@ class Segment:
         """
         part = self.buffer[start : start + length]
         with os_errors(f"taking {length:,} bytes of shared memory"):
-            _collapse(part)
             _populate(part, 0, length, _MADV_POPULATE_WRITE, on_step)
 
     @property
@@ -180,6 +182,48 @@ class Segment:
         """Release descriptor and mapping; the memory is freed with its last user anywhere."""
         self._buffer = None
         self._close_fd()
+
+
+class PopulatingAhead:
+    """Takes a segment's memory on a thread of its own, ahead of the writes to it.
+
+    Args:
+        segment: Made with ``populated=False``.
+        on_step: Called again and again on that thread; ends it by raising.
+    """
+
+    def __init__(self, segment: Segment, on_step: Callable[[], object]) -> None:
+        self.failed = False
+        """True if not all of the memory was taken: the segment must not be written to."""
+        self._segment = segment
+        self._on_step = on_step
+        self._changed = Changed()
+        self._nbytes = 0
+        self._error: BaseException | None = None
+        start_call(self._run, "wtransfer-populate")
+
+    def wait(self, nbytes: int) -> None:
+        """Wait until the first `nbytes` may be written to.
+
+        Raises:
+            StagingMemoryError: There is not that much memory.
+            BaseException: As `on_step`.
+        """
+        self._changed.wait_for(lambda: self._nbytes >= nbytes or self.failed)
+        if self._nbytes < nbytes and self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._segment.populate(0, self._segment.nbytes, self._note)
+        except BaseException as error:
+            self._error, self.failed = error, True
+        self._changed.notify_all()
+
+    def _note(self, nbytes: int) -> None:
+        self._on_step()
+        self._nbytes = nbytes
+        self._changed.notify_all()
 
 
 def _sealed_memory(nbytes: int) -> int:
@@ -240,37 +284,36 @@ def populate(mapping: ByteArray, start: int, length: int) -> None:
         _populate(mapping, start, length, _MADV_POPULATE_READ)
 
 
-def _collapse(mapping: ByteArray) -> None:
-    """Make shared memory consist of huge pages, as far as that goes quickly; bytes stay."""
-    give_up_at = time.monotonic() + _COLLAPSE_S
-    end = mapping.size - mapping.size % HUGE_PAGE_NBYTES
-    for at in range(0, end, ADVISE_NBYTES):
-        part = mapping[at : min(at + ADVISE_NBYTES, end)]
-        # The kernel collapses a range only if it holds at least one small page.
-        _touch(part[::HUGE_PAGE_NBYTES], write=True)
-        refused = _madvise(part.ctypes.data, part.size, _MADV_COLLAPSE) != 0
-        if refused or time.monotonic() > give_up_at:
-            return
-
-
 def _populate(
     mapping: ByteArray,
     start: int,
     length: int,
     advice: int,
-    on_step: Callable[[], object] | None = None,
+    on_step: Callable[[int], object] | None = None,
 ) -> None:
     end = min(start + length, mapping.size)
+    collapse_s = _COLLAPSE_S if advice == _MADV_POPULATE_WRITE else 0.0
     for at in range(start - start % PAGE_NBYTES, end, ADVISE_NBYTES):
         stop = min(at + ADVISE_NBYTES, end)
-        if on_step is not None:
-            on_step()
+        if collapse_s > 0:
+            begun = time.monotonic()
+            collapsed = _collapse(mapping[at:stop])
+            collapse_s = collapse_s - (time.monotonic() - begun) if collapsed else 0.0
         # By ctypes, not mmap.madvise: that would hold the interpreter lock and stop serving.
-        if _madvise(mapping.ctypes.data + at, stop - at, advice) == 0:
-            continue
-        if ctypes.get_errno() != errno.EINVAL:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        _touch(mapping[at:stop:PAGE_NBYTES], write=advice == _MADV_POPULATE_WRITE)
+        if _madvise(mapping.ctypes.data + at, stop - at, advice) != 0:
+            if ctypes.get_errno() != errno.EINVAL:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            _touch(mapping[at:stop:PAGE_NBYTES], write=advice == _MADV_POPULATE_WRITE)
+        if on_step is not None:
+            on_step(stop - start)
+
+
+def _collapse(part: ByteArray) -> bool:
+    """Make shared memory consist of huge pages, bytes stay; return False if the kernel refuses."""
+    nbytes = part.size - part.size % HUGE_PAGE_NBYTES
+    # The kernel collapses a range only if it holds at least one small page.
+    _touch(part[:nbytes:HUGE_PAGE_NBYTES], write=True)
+    return not nbytes or _madvise(part.ctypes.data, nbytes, _MADV_COLLAPSE) == 0
 
 
 def _touch(one_byte_per_page: ByteArray, *, write: bool) -> None:
