@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from wtransfer import Publisher
@@ -101,7 +102,7 @@ def test_source_of_ones_own_takes_no_form():
 
 
 @pytest.mark.parametrize("wrap", ["compile", "inner compile", "ddp"])
-def test_wrappers_add_nothing_to_names(wrap, tmp_path):
+def test_wrappers_add_nothing_to_names(wrap):
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 1)))
     names = list(model.state_dict())
     if wrap == "compile":
@@ -110,11 +111,9 @@ def test_wrappers_add_nothing_to_names(wrap, tmp_path):
         model[1] = torch.compile(model[1], backend="eager")
         assert "_orig_mod" in list(model.state_dict())[2]
     else:
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-        )
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
             model = nn.parallel.DistributedDataParallel(model)
         finally:
-            torch.distributed.destroy_process_group()
+            dist.destroy_process_group()
     assert list(module_form(model).tensors) == names

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-
 from wtransfer import Publisher, WorkerSession
 from wtransfer.checkpoint.source import CheckpointSource
 from wtransfer.errors import SchemaError, SourceError
@@ -38,7 +37,7 @@ CONFIGS = {
     "gemma3_text": SIZES,
     "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
     | {"bos_token_id": 1, "eos_token_id": 2},
-    "gpt_neox": {name: SIZES[name] for name in SIZES if name not in ("head_dim",)},
+    "gpt_neox": {name: SIZES[name] for name in SIZES if name != "head_dim"},
     "qwen3_moe": SIZES | EXPERTS,
     "mixtral": SIZES | {"num_local_experts": 4},
     "gpt_oss": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2},
