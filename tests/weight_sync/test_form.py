@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
 
+import wtransfer
 from wtransfer import Publisher
 from wtransfer.errors import SourceError
 from wtransfer.weight_sync.form import in_form, module_form
@@ -94,6 +98,18 @@ def test_published_form_arrives_in_a_worker_that_has_it(fleet):
     assert made.publish("v1").ok
     assert torch.equal(worker["q"], torch.full((4, 4), 5.0))
     assert torch.equal(worker["experts.0"], fused()["experts"][0].t())
+
+
+def test_form_of_the_guide_splits_experts():
+    guide = Path(wtransfer.__file__).with_name("engines") / "README.md"
+    (code,) = re.findall(r"```python\n(def split_experts.*?)\n\n\n", guide.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)  # the guide's own
+    tensors = {"layer.experts.w": torch.arange(6.0).view(3, 2), "norm": torch.ones(2)}
+    sent = whole(as_source(tensors, names["split_experts"]))
+    assert list(sent) == ["norm", *(f"layer.experts.{n}.w" for n in range(3))]
+    assert torch.equal(sent["layer.experts.1.w"], torch.tensor([2.0, 3.0]))
+    assert "layer.experts.w" in tensors
 
 
 def test_source_of_ones_own_takes_no_form():

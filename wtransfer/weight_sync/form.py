@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 OWN_FORM = "form=dict sends a model's own names and shapes"
 """Advice for a trainer whose workers have the form of its model."""
-_WRAPPERS = re.compile(r"\b(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""Parts of names that wrappers of inner modules add (``torch.compile``, FSDP, checkpointing)."""
+_COMPILED = re.compile(r"\b_orig_mod\.")
+"""Part of names that compiled modules within a model add."""
 
 
 class Formed(NamedTuple):
@@ -53,7 +53,7 @@ def module_state(module: nn.Module) -> dict[str, torch.Tensor]:
 def module_form(module: nn.Module) -> Formed:
     """Return a module's parameters and persistent buffers in the form of its checkpoint.
 
-    Wrappers are taken off (``torch.compile``, ``DistributedDataParallel``, FSDP, PEFT), so that
+    Wrappers are taken off (``torch.compile``, ``DistributedDataParallel``, PEFT), so that
     trainer and worker agree on names whichever of them is wrapped. Models of transformers have the
     form that ``save_pretrained`` writes; all others are their own form.
 
@@ -62,14 +62,15 @@ def module_form(module: nn.Module) -> Formed:
             sharded tensors that would be split, a release of transformers that has changed.
     """
     model, tensors = _without_adapters(unwrap(module))
-    tensors = {_WRAPPERS.sub("", name): each for name, each in tensors.items()}
-    loading = sys.modules.get("transformers.core_model_loading")
-    # Older releases, without that module, hold models in the form of their checkpoints.
-    if loading is None or not isinstance(
-        model, sys.modules["transformers.modeling_utils"].PreTrainedModel
+    tensors = {_COMPILED.sub("", name): each for name, each in tensors.items()}
+    modeling = sys.modules.get("transformers.modeling_utils")
+    # Releases before 5 hold models in the form of their checkpoints.
+    if (
+        modeling is None
+        or not hasattr(modeling, "revert_weight_conversion")
+        or not isinstance(model, modeling.PreTrainedModel)
+        or getattr(model, "hf_quantizer", None) is not None
     ):
-        return Formed(tensors, [])
-    if getattr(model, "hf_quantizer", None) is not None:
         return Formed(tensors, [])
     for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
         tensors.pop(name, None)
@@ -101,7 +102,7 @@ def in_form(tensors: Mapping[str, torch.Tensor], form: Form) -> Formed:
     given = {**tensors, **stand_ins}
     try:
         with torch.no_grad(), _Views():
-            found = only_tensors(form(given))
+            found = only_tensors(form(dict(given)))
     except Exception as error:
         raise SourceError(
             f"the form of the weights cannot be had ({type(error).__name__}: {error})"
@@ -180,7 +181,7 @@ def _reverted(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torc
     """
     storages = group_storages(tensors)
     ties = {name: each for tied in storages.ties.values() for name, each in tied.items()}
-    revert = sys.modules["transformers.core_model_loading"].revert_weight_conversion
+    revert = sys.modules["transformers.modeling_utils"].revert_weight_conversion
     place = {memory_of(each): number for number, each in enumerate(storages.tensors.values())}
     found = revert(model, dict(storages.tensors))
     ordered = sorted(found, key=lambda name: place.get(memory_of(found[name]), len(place)))

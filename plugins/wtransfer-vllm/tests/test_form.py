@@ -123,7 +123,7 @@ def test_model_of_another_release_that_cannot_be_converted_is_refused(monkeypatc
         raise TypeError("revert_weight_conversion() takes no state dict")
 
     model = make("qwen3_moe")
-    monkeypatch.setattr(transformers.core_model_loading, "revert_weight_conversion", changed)
+    monkeypatch.setattr(transformers.modeling_utils, "revert_weight_conversion", changed)
     with pytest.raises(SourceError, match=r"Qwen3MoeForCausalLM: .*takes no state dict.*form=dict"):
         _ = as_source(model).metadata
     with pytest.raises(SchemaError, match="takes no state dict"):
