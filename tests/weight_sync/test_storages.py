@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from wtransfer.weight_sync.form import module_state
 from wtransfer.weight_sync.storages import (
     group_storages,
-    module_tensors,
     num_holders,
     stands_alone,
     unwrap,
@@ -30,7 +30,7 @@ class Tied(nn.Module):
 # FAULTS 45
 def test_tied_names_are_one_entry():
     module = Tied()
-    found = group_storages(module_tensors(module))
+    found = group_storages(module_state(module))
     assert list(found.tensors) == ["scale", "embed.weight"]
     assert list(found.ties) == ["embed.weight"]
     assert found.ties["embed.weight"]["head.weight"] is module.embed.weight
@@ -72,7 +72,7 @@ def test_a_compiled_module_has_the_names_of_the_one_inside():
     module = Tied()
     compiled = torch.compile(module, backend="eager")
     assert unwrap(compiled) is module
-    assert list(module_tensors(compiled)) == list(module_tensors(module))
+    assert list(module_state(compiled)) == list(module_state(module))
 
 
 HOLDERS = {

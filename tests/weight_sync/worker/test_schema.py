@@ -56,6 +56,17 @@ def test_of_many_mismatches_the_first_twenty_are_listed_and_all_are_counted():
     assert "... and 30 more" in str(caught.value)
 
 
+def test_names_that_do_not_meet_are_shown_side_by_side_with_what_would_map_them():
+    pieces = tuple(Piece(f"experts.{n}", "float32", (1,)) for n in range(5))
+    with pytest.raises(SchemaError) as caught:
+        check_fit(Manifest(pieces), SCHEMA, cast=False)
+    assert str(caught.value).endswith(
+        "\nthe update has 'experts.0', 'experts.1', 'experts.2' and 2 more; the target wants "
+        "'embed', 'norm', 'step': the publisher can map its names and tensors to those of the "
+        "target, Publisher(form=...)"
+    )
+
+
 def test_only_what_a_cast_would_mend_is_said_to_be_mended_by_one():
     def refusal(*piece, cast=False):
         with pytest.raises(SchemaError) as caught:

@@ -42,6 +42,7 @@ from wtransfer.weight_sync.trainer.endpoints import Endpoints, Incomplete
 from wtransfer.weight_sync.trainer.engine_runner import EngineRunner, Origin
 from wtransfer.weight_sync.trainer.membership import Membership
 from wtransfer.weight_sync.trainer.sharded import ShardedSource
+from wtransfer.weight_sync.trainer.source import as_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
     from wtransfer.engines.interface import KeptVersion, WeightSyncClient
     from wtransfer.transport.channel import Connection
+    from wtransfer.weight_sync.form import Form
     from wtransfer.weight_sync.report import Report, WorkerInfo
     from wtransfer.weight_sync.trainer.workers import Worker
     from wtransfer.weights import WeightSource
@@ -113,6 +115,10 @@ class Publisher:
         model_or_source: A torch module, a mapping of names to tensors, or a `WeightSource`, read
             anew in every round. If the weights are sharded over several ranks of the trainer, one
             rank publishes and each other rank has a `TrainerRank`.
+        form: Returns the names and views that travel, of a module's names and tensors or a
+            mapping's: ``form(tensors)``. Default: of a module the form of its checkpoint (for a
+            model of transformers what ``save_pretrained`` writes), of a mapping its own.
+            ``form=dict`` sends a module's own names and shapes.
         engine: Engine name in the group ``wtransfer.engines``.
         trainer: The engine's trainer class. Default: the ``trainer_cls`` of the worker class.
         options: Fields of the engine's trainer init info.
@@ -149,6 +155,7 @@ class Publisher:
         self,
         model_or_source: nn.Module | Mapping[str, torch.Tensor] | WeightSource,
         *,
+        form: Form | None = None,
         engine: str = "shm",
         trainer: type | None = None,
         options: dict[str, Any] | None = None,
@@ -176,7 +183,7 @@ class Publisher:
         self._source = (
             model_or_source
             if isinstance(model_or_source, ShardedSource)
-            else ShardedSource(model_or_source)
+            else ShardedSource(as_source(model_or_source, form))
         )
         self._source.take_deadline(deadline_s)
         screen = nonfinite != "allow"

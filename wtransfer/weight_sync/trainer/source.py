@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from wtransfer.transport.tensors import PLAIN_TYPES
-from wtransfer.weight_sync.storages import group_storages, module_tensors, only_tensors
+from wtransfer.weight_sync.form import Formed, in_form, module_form, module_state
+from wtransfer.weight_sync.storages import group_storages, only_tensors
 from wtransfer.weights import ParamMeta, WeightSource
 
 if TYPE_CHECKING:
@@ -16,19 +18,39 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from wtransfer.weight_sync.form import Form
+
+logger = logging.getLogger(__name__)
+
 
 class StateDictSource:
     """A mapping of names to tensors, read anew in every round.
 
     Args:
         tensors: Name -> tensor. Names of the same storage are sent once, under the first name.
+        form: Returns the names and views that travel. Default: the tensors as they are.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], form: Form | None = None) -> None:
         self._mapping = tensors
+        self._form = form
+        self._told_of_copies = False
+
+    def _formed(self) -> Formed:
+        tensors = only_tensors(self._mapping)
+        return Formed(tensors, []) if self._form is None else in_form(tensors, self._form)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return only_tensors(self._mapping)
+        tensors, copied = self._formed()
+        if copied and not self._told_of_copies:
+            self._told_of_copies = True
+            nbytes = sum(tensors[name].nbytes for name in copied)
+            logger.warning(
+                "the form of the weights copies %d of %d tensors in every round (%s bytes, first "
+                "%r); a form of views costs no memory",
+                *(len(copied), len(tensors), f"{nbytes:,}", copied[0]),
+            )
+        return tensors
 
     @property
     def metadata(self) -> Sequence[ParamMeta]:
@@ -58,16 +80,19 @@ class ModuleSource(StateDictSource):
     """A module's parameters and persistent buffers, tied storage once.
 
     Args:
-        module: The model in training; ``torch.compile`` and ``DistributedDataParallel`` wrappers
-            are looked through.
+        module: The model in training; wrappers (``torch.compile``, ``DistributedDataParallel``,
+            PEFT) are looked through.
+        form: As in `StateDictSource`. Default: the form of the model's checkpoint.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__({})
+    def __init__(self, module: nn.Module, form: Form | None = None) -> None:
+        super().__init__({}, form)
         self._module = module
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return module_tensors(self._module)
+    def _formed(self) -> Formed:
+        if self._form is None:
+            return module_form(self._module)
+        return in_form(module_state(self._module), self._form)
 
 
 def _has_metadata(source: object) -> bool:
@@ -86,15 +111,25 @@ def _sharding(tensor: torch.Tensor) -> tuple[tuple[int, ...] | None, Any, tuple[
     return tuple(mesh.mesh.flatten().tolist()), mesh, placements
 
 
-def as_source(model: nn.Module | Mapping[str, torch.Tensor] | WeightSource) -> WeightSource:
-    """Return a source for a user's argument: a module, a mapping, or a source."""
+def as_source(
+    model: nn.Module | Mapping[str, torch.Tensor] | WeightSource, form: Form | None = None
+) -> WeightSource:
+    """Return a source for a user's argument: a module, a mapping, or a source.
+
+    Raises:
+        TypeError: None of these; or a form of a source, which yields the form that it wants.
+    """
     from collections.abc import Mapping as AnyMapping
 
     if isinstance(model, torch.nn.Module):
-        return ModuleSource(model)
+        return ModuleSource(model, form)
     if isinstance(model, AnyMapping):
-        return StateDictSource(model)
+        return StateDictSource(model, form)
     if hasattr(model, "iter_full") and _has_metadata(model):
+        if form is not None:
+            raise TypeError(
+                f"form= is for a module or a mapping; a {type(model).__name__} yields what travels"
+            )
         return model
     raise TypeError(
         f"cannot publish a {type(model).__name__}: expected a torch module, a mapping of names to "

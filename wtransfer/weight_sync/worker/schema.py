@@ -18,12 +18,14 @@ from wtransfer.transport.tensors import dtype_name, torch_dtype
 from wtransfer.weights import TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
 MAX_LISTED = 20
 """Mismatches that an error lists."""
+NUM_SHOWN = 3
+"""Names of each side that an error shows beside each other."""
 CAST_HINT = "WorkerSession(cast=True)"
 """How a user allows floating dtypes to differ."""
 
@@ -79,7 +81,16 @@ def check_fit(
         if name not in covered
     ]
     if wrong:
-        raise _schema_error(wrong, cast_hint if would_cast else None)
+        strange = [piece.name for piece in manifest.pieces if piece.name not in names]
+        missing = [name for name in schema if name not in covered]
+        hints = [f"the worker can be told to convert floating dtypes: {cast_hint}"] * would_cast
+        if strange and missing:
+            hints.append(
+                f"the update has {_first(strange)}; the target wants {_first(missing)}: the "
+                "publisher can map its names and tensors to those of the target, "
+                "Publisher(form=...)"
+            )
+        raise _schema_error(wrong, hints)
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(sorted(casts))) if casts else ""
 
 
@@ -201,12 +212,17 @@ def _fits(piece: Piece, spec: TensorSpec, *, cast: bool) -> bool:
     return cast and wire.is_floating_point and spec.dtype.is_floating_point
 
 
-def _schema_error(wrong: list[str], cast_hint: str | None) -> SchemaError:
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NUM_SHOWN} more" if len(names) > NUM_SHOWN else ""
+    return ", ".join(map(repr, names[:NUM_SHOWN])) + more
+
+
+def _schema_error(wrong: list[str], hints: list[str]) -> SchemaError:
     listed = "\n  ".join(wrong[:MAX_LISTED])
     more = f"\n  ... and {len(wrong) - MAX_LISTED} more" if len(wrong) > MAX_LISTED else ""
-    hint = f"\nthe worker can be told to convert floating dtypes: {cast_hint}" if cast_hint else ""
     return SchemaError(
-        f"the update does not fit the target in {len(wrong)} of its names:\n  {listed}{more}{hint}",
+        f"the update does not fit the target in {len(wrong)} of its names:\n  {listed}{more}"
+        + "".join(f"\n{hint}" for hint in hints),
         mismatches=wrong[:MAX_LISTED],
         piece=wrong[0].partition(": ")[0],
     )

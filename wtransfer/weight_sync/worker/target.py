@@ -14,14 +14,14 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from wtransfer.errors import SchemaError
+from wtransfer.errors import SchemaError, SourceError
 from wtransfer.transport.tensors import PLAIN_TYPES, byte_view, lacks_memory
+from wtransfer.weight_sync.form import module_form
 from wtransfer.weight_sync.storages import (
     Storages,
     group_storages,
     memory_address,
     memory_of,
-    module_tensors,
     num_holders,
     only_tensors,
     stands_alone,
@@ -188,8 +188,8 @@ class ModuleTarget(StateDictTarget):
     """A module's parameters and persistent buffers.
 
     Args:
-        module: The serving model; ``torch.compile`` and ``DistributedDataParallel`` wrappers are
-            looked through.
+        module: The serving model; updates have the form of its checkpoint, and wrappers
+            (``torch.compile``, ``DistributedDataParallel``, PEFT) are looked through.
         commit: As in `StateDictTarget`.
 
     Raises:
@@ -205,7 +205,18 @@ class ModuleTarget(StateDictTarget):
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         _check_not_folded()
-        return module_tensors(self._module)
+        try:
+            tensors, copied = module_form(self._module)
+        except SourceError as error:
+            raise SchemaError(error.message, piece=error.piece) from error
+        if copied:
+            raise _schema_error(
+                f"{len(copied)} of {len(tensors)} tensors of the checkpoint's form are no parts of "
+                "the module's; give the session a WeightTarget, or a mapping of what is to be "
+                "written, as dict(module.named_parameters())",
+                [f"{name}: a copy that the conversion makes" for name in copied],
+            )
+        return tensors
 
     def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write every given tensor, then call the hooks that ``load_state_dict`` would have called.

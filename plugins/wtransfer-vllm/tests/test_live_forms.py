@@ -1,0 +1,95 @@
+"""Models that transformers trains in one form and vLLM loads in another: what is computed."""
+
+import shutil
+from contextlib import closing
+
+import pytest
+import torch
+import wtransfer
+from engines import PROMPTS, Engine, publish
+from tiny_models import CONFIG, EXPERTS, HIDDEN, make_twin
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+
+SIZES = {name: EXPERTS[name] for name in ("hidden_size", "num_hidden_layers", "head_dim")}
+CONFIGS = {
+    "qwen3_moe": EXPERTS,
+    "mixtral": CONFIG
+    | SIZES
+    | {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "intermediate_size": HIDDEN,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+    },
+    "gpt_oss": CONFIG
+    | SIZES
+    | {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "intermediate_size": HIDDEN,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "qwen3_next": EXPERTS
+    | {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "shared_expert_intermediate_size": HIDDEN // 2,
+        "head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+}
+NUM_STEPS = 5
+OPTIONS = {"dtype": "bfloat16", "max_model_len": 512, "kv_cache_memory_bytes": 64 << 20}
+
+
+def steps(model):
+    """Train a model, and yield after each step."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    tokens = torch.randint(0, 256, (2, 64), generator=torch.Generator().manual_seed(0))
+    for _ in range(NUM_STEPS):
+        optimizer.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        yield
+
+
+def _nightly(name):
+    return pytest.param(name, marks=pytest.mark.nightly)
+
+
+@pytest.mark.parametrize(
+    "model_type", ["qwen3_moe", *(_nightly(name) for name in CONFIGS if name != "qwen3_moe")]
+)
+def test_vllm_computes_with_what_transformers_has_trained(model_type, tmp_path):
+    import transformers
+
+    base = make_twin(tmp_path / "base", CONFIGS[model_type], 1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    engine = Engine(tmp_path, model=str(base), weight_transfer_config={"backend": "shm"}, **OPTIONS)
+    served = []
+    with closing(engine), wtransfer.Publisher(model, deadline_s=60) as publisher:
+        engine.invite(publisher)
+        publisher.wait_for_workers(1, timeout_s=20)
+        for number, _ in enumerate(steps(model)):
+            (worker,) = publish(publisher, engine, f"step-{number}").workers
+            assert (worker.outcome, worker.digests_equal) == ("committed", True)
+            served.append(engine.tokens(PROMPTS))
+    assert len({str(tokens) for tokens in served}) == NUM_STEPS
+    saved = tmp_path / "saved"
+    model.save_pretrained(saved)
+    for file in base.glob("tokenizer*"):
+        shutil.copyfile(file, saved / file.name)
+    with closing(Engine(tmp_path, model=str(saved), **OPTIONS)) as fresh:
+        assert fresh.tokens(PROMPTS) == served[-1]

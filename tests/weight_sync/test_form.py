@@ -1,0 +1,135 @@
+"""The form of weights on the wire: names and views of a form that loses and doubles nothing."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+
+import wtransfer
+from wtransfer import Publisher
+from wtransfer.errors import SourceError
+from wtransfer.weight_sync.form import in_form, module_form
+from wtransfer.weight_sync.trainer.source import as_source
+
+
+def fused():
+    """Weights as a trainer may hold them: two projections in one tensor, and experts stacked."""
+    return {
+        "qk": torch.arange(24.0).view(6, 4),
+        "experts": torch.arange(24.0).view(2, 3, 4) + 100,
+        "norm": torch.ones(4),
+    }
+
+
+def split(tensors):
+    """Return the form of the checkpoint: views of the same memory."""
+    formed = {"norm": tensors["norm"], "q": tensors["qk"][:4], "k": tensors["qk"][4:]}
+    formed |= {f"experts.{n}": each.t().contiguous() for n, each in enumerate(tensors["experts"])}
+    return formed
+
+
+def whole(source):
+    return {name: each.clone() for name, each in source.iter_full()}
+
+
+def test_form_of_views_is_sent_without_a_copy(caplog):
+    tensors = fused()
+    source = as_source(tensors, split)
+    names = [meta.name for meta in source.metadata]
+    assert names == ["norm", "q", "k", "experts.0", "experts.1"]
+    sent = dict(source.iter_full())
+    own = {each.untyped_storage().data_ptr() for each in tensors.values()}
+    assert {each.untyped_storage().data_ptr() for each in sent.values()} == own
+    assert torch.equal(sent["experts.1"], tensors["experts"][1].t())
+    tensors["qk"].fill_(7.0)
+    assert torch.equal(whole(source)["k"], torch.full((2, 4), 7.0))
+    assert caplog.records == []
+
+
+def test_form_that_copies_is_told_once_and_sends_present_values(caplog):
+    tensors = fused()
+    source = as_source(tensors, lambda each: {**split(each), "q": each["qk"][:4] * 1.0})
+    with caplog.at_level(logging.WARNING, "wtransfer"):
+        for value in (1.0, 2.0):
+            tensors["qk"].fill_(value)
+            assert torch.equal(whole(source)["q"], torch.full((4, 4), value))
+    (record,) = caplog.records
+    assert "copies 1 of 5 tensors in every round (64 bytes, first 'q')" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("form", "error"),
+    [
+        (lambda t: {"qk": t["qk"], "norm": t["norm"]}, "has lost 24 elements of 'experts'"),
+        (lambda t: {**split(t), "q": t["qk"][:3]}, "has lost 4 elements of 'qk'"),
+        (lambda t: {**split(t), "again": t["qk"]}, "has twice 24 elements of 'qk'"),
+        (lambda t: t["not there"], "KeyError: 'not there'"),
+        (lambda _: None, "TypeError"),
+    ],
+    ids=["lost", "part-lost", "doubled", "raises", "no mapping"],
+)
+def test_form_that_is_not_of_the_whole_is_refused(form, error):
+    with pytest.raises(SourceError, match=error):
+        _ = as_source(fused(), form).metadata
+
+
+def test_two_names_of_one_tensor_are_one_in_any_form():
+    weight = torch.ones(3, 2)
+    formed = in_form({"embed": weight, "head": weight}, lambda t: {f"model.{n}": t[n] for n in t})
+    assert list(formed.tensors) == ["model.embed", "model.head"]
+    assert as_source(formed.tensors).metadata[0].name == "model.embed"
+    assert len(as_source(formed.tensors).metadata) == 1
+
+
+def test_published_form_arrives_in_a_worker_that_has_it(fleet):
+    model = nn.ParameterDict({name: nn.Parameter(each) for name, each in fused().items()})
+    worker = {name: torch.zeros_like(each) for name, each in split(fused()).items()}
+    made = fleet(model, form=split)
+    made.join(worker)
+    with torch.no_grad():
+        model["qk"].fill_(5.0)
+    assert made.publish("v1").ok
+    assert torch.equal(worker["q"], torch.full((4, 4), 5.0))
+    assert torch.equal(worker["experts.0"], fused()["experts"][0].t())
+
+
+def test_form_of_the_guide_splits_experts():
+    guide = Path(wtransfer.__file__).with_name("engines") / "README.md"
+    (code,) = re.findall(r"```python\n(def split_experts.*?)\n\n\n", guide.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)  # the guide's own
+    tensors = {"layer.experts.w": torch.arange(6.0).view(3, 2), "norm": torch.ones(2)}
+    sent = whole(as_source(tensors, names["split_experts"]))
+    assert list(sent) == ["norm", *(f"layer.experts.{n}.w" for n in range(3))]
+    assert torch.equal(sent["layer.experts.1.w"], torch.tensor([2.0, 3.0]))
+    assert "layer.experts.w" in tensors
+
+
+def test_source_of_ones_own_takes_no_form():
+    with pytest.raises(TypeError, match=r"form= is for a module or a mapping"):
+        Publisher(as_source(fused()), form=dict)
+
+
+@pytest.mark.parametrize("wrap", ["compile", "inner compile", "ddp"])
+def test_wrappers_add_nothing_to_names(wrap):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 1)))
+    names = list(model.state_dict())
+    if wrap == "compile":
+        model = torch.compile(model, backend="eager")
+    elif wrap == "inner compile":
+        model[1] = torch.compile(model[1], backend="eager")
+        assert "_orig_mod" in list(model.state_dict())[2]
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            model = nn.parallel.DistributedDataParallel(model)
+        finally:
+            dist.destroy_process_group()
+    assert list(module_form(model).tensors) == names
