@@ -244,7 +244,7 @@ class ProcessWeights:
             if self._watching(model):
                 raise ValueError(
                     f"this {type(model).__name__} is watched over by a session, which says itself "
-                    "what it consists of; nobody else can vouch for it"
+                    "what it consists of; no other caller can vouch for it"
                 )
             self._vouch_as(vouch, model)
         return vouch

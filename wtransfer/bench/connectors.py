@@ -79,7 +79,7 @@ class Kind(NamedTuple):
     is_files: bool = False
     """Whether blocks are kept in a folder."""
     note: str = ""
-    """What must be known to read its rows."""
+    """Note without which its rows cannot be read."""
 
 
 KINDS = (

@@ -1,4 +1,4 @@
-"""What every bench shares: rows with their goals, and processes that run what a row measures.
+"""Rows of every bench with their goals, and the processes that run the cases of a row.
 
 A row is measured by running cases. A case is one trainer process and its workers; the trainer's end
 is the end of the case, and what the functions return is its outcome. Nothing of a run outlives the
@@ -77,7 +77,7 @@ class Spread(NamedTuple):
 
 
 class Goal(NamedTuple):
-    """What the median of a row should be."""
+    """Goal of the median of a row."""
 
     relation: Literal[">=", "<="]
     value: float
@@ -85,7 +85,7 @@ class Goal(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured for a row."""
+    """Measurements of a row."""
 
     spread: Spread
     unit: str = ""
@@ -97,13 +97,13 @@ class Result:
     stages: dict[str, float] = field(default_factory=dict)
     """Median seconds of the parts of a round."""
     limit: float | None = None
-    """What no single measurement may exceed."""
+    """Bound of every single measurement."""
     note: str = ""
-    """What must be known to read the number."""
+    """Note without which the number cannot be read."""
 
     @property
     def reached(self) -> bool | None:
-        """Whether the goal is reached; None where there is none."""
+        """True if the goal is reached; None where there is none."""
         if self.goal is None:
             return None
         compare = {">=": operator.ge, "<=": operator.le}[self.goal.relation]
@@ -146,7 +146,7 @@ def measure_rows(
 
 
 class Setup(NamedTuple):
-    """What the functions of a case get as their first argument."""
+    """First argument of the functions of a case."""
 
     rank: int
     """Of this process; 0 is the trainer."""
@@ -159,7 +159,7 @@ class Setup(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What the functions of a case have returned."""
+    """Results of the functions of a case."""
 
     trainer: Any
     workers: list[Any]

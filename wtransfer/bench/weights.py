@@ -490,7 +490,7 @@ def run_other_way(
 
 
 class Control(NamedTuple):
-    """What the trainer does for one worker in one round, beside what its engine sends."""
+    """Work of the trainer for one worker in one round, beside the bytes of its engine."""
 
     cpu_s: float
     """CPU seconds for each worker but the first."""
@@ -514,7 +514,7 @@ def run_control(runner: Runner, settings: Settings, num_tensors: int) -> Control
         )
         for num_played in (1, _PLAYED_WORKERS)
     )
-    # What else the machine does only adds to CPU seconds.
+    # Other work of the machine only adds to CPU seconds.
     one_worker_cpu_s, cpu_s = min(one.trainer), min(all_.trainer)
     return Control(
         (cpu_s - one_worker_cpu_s) / (_PLAYED_WORKERS - 1),

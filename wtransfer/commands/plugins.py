@@ -106,7 +106,7 @@ def show(name: str, kind: str | None, with_traceback: bool, as_json: bool) -> No
 def check(name: str | None, kind: str | None, as_json: bool) -> None:
     """Load every backend, or NAME, each in a process of its own, and say what to mend.
 
-    What WTRANSFER_PLUGINS or WTRANSFER_PLUGINS_BLOCK excludes is not loaded. The exit code is 1 if
+    Backends that WTRANSFER_PLUGINS or WTRANSFER_PLUGINS_BLOCK excludes are not loaded. The exit code is 1 if
     a backend cannot be used, or not by its name alone, or if entry points cannot be read; 2 if no
     backend has the name NAME.
     """
@@ -221,7 +221,7 @@ def _probe(listed: Listed, limit_s: float) -> dict[str, Any]:
                 timeout=limit_s,
                 check=False,
             ).returncode
-            # What it printed while it was imported comes first.
+            # Output of the import comes first.
             said = _text(out)
             cards, _ = json.JSONDecoder().raw_decode(said[said.rindex("[\n  {\n") :])
             card: dict[str, Any] = cards[0]

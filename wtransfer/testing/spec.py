@@ -493,7 +493,7 @@ class SpecConformance(ConformanceKit):
 
     # -- completions
 
-    @usually("a completion counts a pin down, whoever it is of; keep pins by request")
+    @usually("a completion counts down the pin of any request; keep pins by request")
     def test_duplicate_completions_are_ignored(self, small_host: SpecHost) -> None:
         """A duplicate does not take the pin of another request."""
         key = small_host.fill()[0]

@@ -576,7 +576,7 @@ class TierConformance(ConformanceKit):
                 tracemalloc.stop()
         assert grown < num_puts * nbytes // 3, f"{num_puts} puts of {nbytes} bytes hold {grown}"
 
-    @usually("values or answers pass through pickle: who writes to the store runs code here")
+    @usually("values or answers pass through pickle: a writer to the store runs code here")
     def test_nothing_is_unpickled(self, open_tier: OpenTier, key_of: KeyOf) -> None:
         """No function of `pickle` that loads is called."""
         # Imports at the first use are no concern of this test.
