@@ -221,7 +221,7 @@ def test_nothing_can_be_vouched_for_that_a_session_watches_over(weights):
     held = weights.hold(LOCAL, model)
     with pytest.raises(ValueError, match="this Model is watched over by a session"):
         weights.vouch_by_fingerprint(F0, model)
-    with held.changing(lambda: F1), pytest.raises(ValueError, match="nobody else can vouch"):
+    with held.changing(lambda: F1), pytest.raises(ValueError, match="no other caller can vouch"):
         weights.vouch_by_fingerprint(F0, model)
     held.close()
     assert weights.version().fingerprint.startswith("local:"), "nobody has said that it is the same"

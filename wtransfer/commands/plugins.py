@@ -106,9 +106,9 @@ def show(name: str, kind: str | None, with_traceback: bool, as_json: bool) -> No
 def check(name: str | None, kind: str | None, as_json: bool) -> None:
     """Load every backend, or NAME, each in a process of its own, and say what to mend.
 
-    Backends that WTRANSFER_PLUGINS or WTRANSFER_PLUGINS_BLOCK excludes are not loaded. The exit code is 1 if
-    a backend cannot be used, or not by its name alone, or if entry points cannot be read; 2 if no
-    backend has the name NAME.
+    Backends that WTRANSFER_PLUGINS or WTRANSFER_PLUGINS_BLOCK excludes are not loaded. The exit
+    code is 1 if a backend cannot be used, or not by its name alone, or if entry points cannot be
+    read; 2 if no backend has the name NAME.
     """
     # These imports would be a tenth of the time of `list`.
     from concurrent.futures import ThreadPoolExecutor
