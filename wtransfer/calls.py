@@ -254,6 +254,11 @@ class SerialThread:
         self._stopped = False
         self._overdue: tuple[Flag, str] | None = None
 
+    @property
+    def started(self) -> bool:
+        """True if a call was submitted, and had a thread."""
+        return self._thread is not None
+
     def runs_here(self) -> bool:
         """Return whether the caller runs on this thread."""
         return threading.current_thread() is self._thread
