@@ -78,19 +78,45 @@ def test_an_abort_never_reaches_the_engine_that_comes_after_the_one_that_was_mea
 def test_a_call_that_was_given_up_takes_no_later_engine_with_it():
     thread, gate = EngineThread(LOG), threading.Event()
     first = seat(thread, Engine())
-    hanging = submit(thread, lambda: gate.wait(PATIENCE_S))
+
+    def hang():
+        gate.wait(PATIENCE_S)
+        thread.drop()
+
+    hanging = submit(thread, hang)
     thread.abort(hanging.done, "tests", "an abort")
     assert first.done == LEFT
     assert thread.has_left
     assert thread.engine is None
     second = seat(thread, Engine())
     thread.abort(hanging.done, "tests", "an abort")
+    gate.set()
+    assert hanging.done.wait(PATIENCE_S)
     assert second.done == []
     assert thread.engine is second
-    gate.set()
     thread.shutdown()
     # On its own thread, which does not hang.
     assert second.done == ["shutdown on wtransfer-engine"]
+
+
+@pytest.mark.usefixtures("hasty")
+def test_of_two_aborts_of_one_call_the_later_takes_no_later_engine():
+    thread, gate, aborts, second = EngineThread(LOG), threading.Event(), [], Engine()
+
+    def abort():
+        aborts.append(len(aborts))
+        if len(aborts) == 1:
+            thread.abort(hanging.done, "tests", "an abort")
+            seat(thread, second)
+
+    seat(thread, SimpleNamespace(abort_weight_update=abort))
+    hanging = submit(thread, lambda: gate.wait(PATIENCE_S))
+    thread.abort(hanging.done, "tests", "an abort")
+    assert aborts == [0, 1]
+    assert thread.engine is second
+    assert second.done == []
+    gate.set()
+    thread.shutdown()
 
 
 @pytest.mark.usefixtures("hasty")
