@@ -34,6 +34,10 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+# Tests are collected by thousands, and none of them is garbage.
+gc.disable()
+
+
 class Unpickled:
     """Where every interpreter of the test run notes what it unpickles (FAULTS 25)."""
 
@@ -307,6 +311,7 @@ def pytest_collection_finish():
     """Spare every later collection of garbage what lives as long as the run: thousands of tests."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish(session):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextvars
 import gc
@@ -103,6 +104,23 @@ def test_a_thread_that_cannot_start_is_started_by_the_next_call(monkeypatch):
         thread.submit(lambda: None)
     monkeypatch.setattr(threading.Thread, "start", start)
     assert thread.call(lambda: 7, "the second", PATIENCE_S) == 7
+    thread.stop()
+    thread.join(PATIENCE_S)
+
+
+def test_no_second_thread_helps_to_start_one_where_no_handler_runs(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("can't start new thread")
+
+    thread = SerialThread("tests-serial")
+    thread.call(lambda: None, "the start", PATIENCE_S)
+    # The name by which `calls` starts its helper; `threading` has its own.
+    monkeypatch.setattr(_thread, "start_new_thread", refuse)
+    call = thread.call(lambda: start_call(threading.current_thread, "own"), "it", PATIENCE_S)
+    assert call.done.wait(PATIENCE_S)
+    assert call.outcome().name == "own"
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        start_call(lambda: None, "from the main thread, where one may raise")
     thread.stop()
     thread.join(PATIENCE_S)
 

@@ -60,9 +60,12 @@ class Changed(_thread.RLock):  # type: ignore[misc]  # final in the stubs only
     So a wait holds nothing: the waiter leaves a ticket under the lock (a lock of its own, taken)
     and sleeps on that; the next notification releases every ticket. A notification between the look
     and the sleep finds the ticket and makes the sleep end at once. A wait that is interrupted
-    leaves a ticket behind at most, which the next notification takes away. A notification that is
-    interrupted leaves tickets in place, and a signal that comes just before a sleep does not end
-    it: so every wait looks again after `CHECK_S`.
+    leaves a ticket behind at most, which the next notification takes away.
+
+    Every wait looks again after `CHECK_S`, on whichever thread. A signal that comes just before a
+    sleep of the main thread does not end it. A notification of the main thread may be interrupted
+    as it begins, with the state changed and every ticket in place, and those may be of any thread.
+    And a condition may depend on the time, which notifies no thread.
 
     CPython 3.10 also runs handlers as an error reaches the end of its block, before the exit. No
     method raises within the block on a caller's thread, so this takes two signals at once.
@@ -254,6 +257,11 @@ class SerialThread:
         self._stopped = False
         self._overdue: tuple[Flag, str] | None = None
 
+    @property
+    def started(self) -> bool:
+        """True if a call was submitted, and had a thread."""
+        return self._thread is not None
+
     def runs_here(self) -> bool:
         """Return whether the caller runs on this thread."""
         return threading.current_thread() is self._thread
@@ -367,12 +375,15 @@ def start_thread(thread: threading.Thread) -> None:
     """Start a thread as `Thread.start` does, safe against signal handlers that raise meanwhile.
 
     `Thread.start` waits for the new thread by an event: interrupted there, it could keep the
-    event's lock from the new thread, which would never run. So the call is made on a thread where
-    no handler runs, started by one call of C.
+    event's lock from the new thread, which would never run. So the main thread, where handlers run,
+    has another thread make the call, started by one call of C.
 
     Raises:
         RuntimeError: No thread can be started.
     """
+    if threading.current_thread() is not threading.main_thread():
+        thread.start()
+        return
     started, errors = Flag(), list[BaseException]()
 
     def start() -> None:

@@ -5,6 +5,7 @@ Everything goes into a folder of its own; only the processes that the tests star
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -175,13 +176,14 @@ def python(installed):
     return run
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pip_install(tmp_path_factory):
-    """Lets pip install a project, of this folder or elsewhere; returns where to.
+    """Lets pip install a project, of this folder or elsewhere, once; returns where to.
 
     Of another version or name than its ``pyproject.toml`` says, if `changes` say so.
     """
 
+    @functools.cache
     def install(name, /, **changes):
         folder = tmp_path_factory.mktemp("third-party")
         project = shutil.copytree(HERE / name, folder / "project")

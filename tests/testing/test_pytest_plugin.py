@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from wtransfer.testing.fakes import MemoryEngine, MemoryTier
 from wtransfer.testing.kit import Report, kit_class
+from wtransfer.testing.zygote import Zygote
 
 PLUGIN = "wtransfer.testing.pytest_plugin"
 POLICY = """
@@ -35,19 +38,44 @@ class TestMemory(ConnectorConformance):
 """
 
 
-def run(folder, module, *options):
-    (folder / "test_mine.py").write_text(module, "utf-8")
-    (folder / "pytest.ini").write_text("[pytest]\n", "utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
-    # Where wtransfer is installed, its entry point loads the plug-in; here an option does.
-    environ = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    return subprocess.run(
-        command, cwd=folder, env=environ, capture_output=True, text=True, check=False
-    )
+RUN_PYTEST = """
+import os, runpy, sys
+os.chdir(sys.argv.pop(1))
+sys.path.insert(0, "")
+runpy.run_module("pytest", run_name="__main__", alter_sys=True)
+"""
 
 
-def test_failed_asserts_of_a_kit_show_the_values(tmp_path):
-    done = run(tmp_path, POLICY, "-p", PLUGIN, "-k", "test_evict_returns_the_count_asked_for and 5")
+@pytest.fixture(scope="module")
+def with_torch(tmp_path_factory):
+    """Run a program, but for the import of torch, which would take longer than all the rest."""
+    out, err = (tmp_path_factory.mktemp("program") / name for name in ("out", "err"))
+
+    def run(code, *arguments, **environ):
+        for each in (out, err):
+            each.write_text("")
+        child = zygote.spawn("programs:run", code, arguments, environ, stdout=out, stderr=err)
+        returncode = child.wait(90.0)
+        return subprocess.CompletedProcess(arguments, returncode, out.read_text(), err.read_text())
+
+    with Zygote(preload=["torch"], paths=[Path(__file__).parents[1]]) as zygote:
+        yield run
+
+
+@pytest.fixture
+def run(with_torch, tmp_path):
+    def run(module, *options):
+        (tmp_path / "test_mine.py").write_text(module, "utf-8")
+        (tmp_path / "pytest.ini").write_text("[pytest]\n", "utf-8")
+        options = ("-q", "-p", "no:cacheprovider", *options)
+        # Where wtransfer is installed, its entry point loads the plug-in; here an option does.
+        return with_torch(RUN_PYTEST, str(tmp_path), *options, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+
+    return run
+
+
+def test_failed_asserts_of_a_kit_show_the_values(run):
+    done = run(POLICY, "-p", PLUGIN, "-k", "test_evict_returns_the_count_asked_for and 5")
     assert "AssertionError: assert 4 == 5" in done.stdout
 
 
@@ -72,22 +100,22 @@ def test_plugin_is_loaded_by_an_old_pytest():
     run_python("-c", OLD_PYTEST).check_returncode()
 
 
-def test_connector_kit_is_collected_under_strict_markers(tmp_path):
-    done = run(tmp_path, CONNECTOR, "--strict-markers", "--collect-only")
+def test_connector_kit_is_collected_under_strict_markers(run):
+    done = run(CONNECTOR, "--strict-markers", "--collect-only")
     assert done.returncode == 0, done.stdout
     assert "test_weights_change_before_every_call" in done.stdout
 
 
-def test_expected_failures_are_strict_and_may_name_parameters(tmp_path):
+def test_expected_failures_are_strict_and_may_name_parameters(run):
     one, every = "test_evict_returns_the_count_asked_for[5]", "test_reorder_keeps_candidates"
     expected = f"    expected_failures = {{{one!r}: 'it keeps one', {every!r}: 'it does not'}}\n"
     module = f"{POLICY}{expected}".replace("return evicted and", "return count == 5 and")
     select = "test_evict_returns_the_count_asked_for or test_reorder_keeps_candidates"
-    done = run(tmp_path, module, "-p", PLUGIN, "-ra", "-k", select)
+    done = run(module, "-p", PLUGIN, "-ra", "-k", select)
     assert f"XFAIL test_mine.py::TestKeepsOne::{one} - it keeps one" in done.stdout
     assert "[XPASS(strict)] it does not" not in done.stdout
     module = module.replace("return count == 5 and evicted[1:]", "return evicted")
-    done = run(tmp_path, module, "-p", PLUGIN, "-ra", "-k", select)
+    done = run(module, "-p", PLUGIN, "-ra", "-k", select)
     assert "[XPASS(strict)] it keeps one" in done.stdout
     assert "[XPASS(strict)] it does not" in done.stdout
     assert done.returncode == 1
@@ -96,15 +124,14 @@ def test_expected_failures_are_strict_and_may_name_parameters(tmp_path):
 # -- without a test file
 
 
-def run_installed(folder, *options):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += ["--strict-markers", "--pyargs", "wtransfer.testing", *options]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+@pytest.fixture
+def run_installed(with_torch, tmp_path):
+    fixed = ("-q", "-p", "no:cacheprovider", "--strict-markers", "--pyargs", "wtransfer.testing")
+    return functools.partial(with_torch, RUN_PYTEST, str(tmp_path), *fixed)
 
 
-def test_kits_of_installed_backends_run_by_their_names(tmp_path):
+def test_kits_of_installed_backends_run_by_their_names(run_installed):
     done = run_installed(
-        tmp_path,
         *("--wtransfer-engine", "file", "--wtransfer-option", "path={folder}/store"),
         *("--wtransfer-engine", "shm", "--wtransfer-attribute", "deadline_s=30"),
         *("-k", "test_one_round_is_committed or test_infos_are_plain_data", "-vv"),
@@ -118,9 +145,8 @@ def test_kits_of_installed_backends_run_by_their_names(tmp_path):
 
 
 @pytest.mark.slow  # a kit of its own for two lines
-def test_seconds_and_reasons_of_skips_are_shown(tmp_path):
+def test_seconds_and_reasons_of_skips_are_shown(run_installed):
     done = run_installed(
-        tmp_path,
         *("--wtransfer-spec", "CPUOffloadingSpec", "-k", "test_a_damaged_block_is_not_loaded"),
         *("--wtransfer-option", "cpu_bytes_to_use=4194304"),
     )
@@ -152,8 +178,8 @@ def test_seconds_and_reasons_of_skips_are_shown(tmp_path):
         ),
     ],
 )
-def test_usage_error_is_one_line(tmp_path, options, message):
-    done = run_installed(tmp_path, *options)
+def test_usage_error_is_one_line(run_installed, options, message):
+    done = run_installed(*options)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     (line,) = filter(None, done.stderr.splitlines())
     assert line.startswith(f"ERROR: {message}")
@@ -254,8 +280,8 @@ def run_python(*arguments, **options):
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
-def test_failed_smoke_test_is_reported_once():
-    done = run_python("-c", SMOKE)
+def test_failed_smoke_test_is_reported_once(with_torch):
+    done = with_torch(SMOKE)
     assert done.stderr == ""
     counts, failed, hint, skipped = done.stdout.splitlines()
     assert "0 passed, 1 failed" in counts
@@ -265,8 +291,8 @@ def test_failed_smoke_test_is_reported_once():
     assert skipped.endswith(" tests: test_one_value_is_put_and_found has failed")
 
 
-def test_interrupt_after_a_failure_is_raised():
-    done = run_python("-c", INTERRUPT)
+def test_interrupt_after_a_failure_is_raised(with_torch):
+    done = with_torch(INTERRUPT)
     assert (done.stdout, done.stderr) == ("KeyboardInterrupt\n", "")
 
 

@@ -22,6 +22,7 @@ from wtransfer.errors import (
 )
 from wtransfer.transport import rendezvous as rendezvous_module
 from wtransfer.transport.rendezvous import (
+    Rendezvous,
     bind_rendezvous,
     host_rendezvous,
     join_rendezvous,
@@ -255,6 +256,22 @@ def test_a_rendezvous_that_is_closed_before_it_is_opened_leaves_nothing():
     with pytest.raises(GroupError, match="closed"):
         bound.serve(1.0)
     host_rendezvous(HOST, bound.port).close()
+
+
+def test_a_rendezvous_that_is_called_off_dials_no_host_that_has_ended_as_well(monkeypatch):
+    hosted, connect = host_rendezvous(HOST), socket.create_connection
+    joining = Rendezvous(hosted.host, hosted.port, hosted.name)
+
+    def ends_meanwhile(*args):
+        probe = connect(*args)
+        joining.cancel()
+        hosted.close()
+        return probe
+
+    monkeypatch.setattr(socket, "create_connection", ends_meanwhile)
+    with pytest.raises(GroupError, match="called off"):
+        joining.join()
+    # A thread that goes on dialing would be found left.
 
 
 def test_an_address_of_another_machine_is_refused():

@@ -211,7 +211,11 @@ class Worker:
     @contextlib.contextmanager
     def ready(self):
         with self.pool:
-            yield
+            try:
+                yield
+            finally:
+                # Ends a round that goes on, and with it the call on the other thread.
+                self.made.publisher.close()
 
     def prepare(self):
         self.version = f"v{next(self.numbers)}"
@@ -219,6 +223,7 @@ class Worker:
         self.round = self.pool.submit(self.made.publisher.publish, self.version)
         if self.how == "commit_pending":
             while not self.session.pending:
+                assert not self.round.done(), self.round.exception()
                 time.sleep(0.0005)
 
     def act(self):
@@ -231,7 +236,10 @@ class Worker:
     def finish(self):
         end = time.monotonic() + PATIENCE_S
         while not self.round.done():
-            assert time.monotonic() < end
+            # Long before the publisher's deadline, which would end the round as well.
+            assert time.monotonic() < end, (
+                f"the publisher of {self.version!r} has heard no outcome of it for {PATIENCE_S:g} s"
+            )
             with contextlib.suppress(CommitError):
                 self.session.commit_pending(0.001)
 
@@ -317,7 +325,7 @@ def subject(request, publishing, fleet, weights, engines, *, spread):
         return Publishing(made, how)
     if how == "TrainerRank.publish":
         return Rank(spread)
-    return Worker(fleet(weights, engine=engines["memory"]), how)
+    return Worker(fleet(weights, engine=engines["memory"], deadline_s=10 * PATIENCE_S), how)
 
 
 HOWS = (*PUBLISHING, *WORKER, "TrainerRank.publish")

@@ -10,7 +10,7 @@ memory. Let it listen on loopback or on a network of your own.
 The store's client waits for an answer without a bound: its time-out is for connecting only. So
 every call to the store runs on a thread that is left behind when the time is over or the rendezvous
 is cancelled. The thread ends with its connection: when the store's host goes on, ends, or is given
-up by TCP.
+up by TCP. A host that ends just as torch dials it is dialed until the time-out, or a little longer.
 """
 
 from __future__ import annotations
@@ -137,6 +137,8 @@ class Rendezvous:
             # The store's own client goes on dialing until its time-out where nothing listens.
             with socket.create_connection((self.host, self.port), limit_s) as probe:
                 host = str(probe.getpeername()[0])
+            # A host that calls its ranks off ends as well, and nothing ends a dial of torch's.
+            self.check()
             store = dist.TCPStore(
                 host,
                 self.port,

@@ -175,7 +175,7 @@ class Round:
         self._instead = instead
         self._runner = runner
         self._membership = membership
-        self._lock, self._changed = membership.lock, membership.changed
+        self._lock = self._changed = membership.changed
         self._rules = rules
         self._origin = origin
         self._missing = missing

@@ -5,18 +5,13 @@ from __future__ import annotations
 import contextvars
 import functools
 import logging
-import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from wtransfer.calls import Call, SerialThread, forget_frames
-from wtransfer.engines.border import UNBLOCK_GRACE_S, call_engine, guarded, shut_down_apart
+from wtransfer.calls import Call, forget_frames
+from wtransfer.engines.border import EngineThread, call_engine, guarded
 from wtransfer.engines.factory import WeightTransferTrainerFactory, listen
-from wtransfer.errors import (
-    NotInitializedError,
-    RoundAbortedError,
-    VersionNotKeptError,
-)
+from wtransfer.errors import NotInitializedError, VersionNotKeptError
 from wtransfer.registry.registry import registry
 from wtransfer.weight_sync.messages import Init
 from wtransfer.weight_sync.trainer.digesting import DigestingSource
@@ -28,6 +23,7 @@ if TYPE_CHECKING:
     from wtransfer.engines.interface import KeptVersion
     from wtransfer.weight_sync.trainer.workers import Worker
     from wtransfer.weights import WeightSource
+
 
 logger = logging.getLogger(__name__)
 
@@ -232,7 +228,6 @@ class EngineRunner:
         self.plugin = f"engines:{name}"
         self.worker_init_info: dict[str, Any] | None = None
         self.members: frozenset[object] = frozenset()
-        self.abandoned = False
         self._client = RoundClient()
         cls: Any = trainer_cls
         if cls is None:
@@ -248,19 +243,22 @@ class EngineRunner:
             raise ValueError(
                 f"Invalid options for {cls.__name__}: {error}; it has the fields: {fields}"
             ) from error
-        self._engine: Any = None
-        self._lock = threading.Lock()
-        self._thread = SerialThread("wtransfer-engine")
+        self._thread = EngineThread(logger)
+
+    @property
+    def abandoned(self) -> bool:
+        """True if the engine was left behind in a call that hangs."""
+        return self._thread.has_left
 
     @property
     def started(self) -> bool:
         """True if the engine exists and its workers' init info is known."""
-        return self._engine is not None and self.worker_init_info is not None
+        return self._thread.engine is not None and self.worker_init_info is not None
 
     @property
     def can_resend(self) -> bool:
         """True if the engine can bring one worker up to date."""
-        return self.started and hasattr(self._engine, "resend")
+        return self.started and hasattr(self._thread.engine, "resend")
 
     def kept(self) -> Sequence[KeptVersion]:
         """Return the versions that the engine keeps."""
@@ -288,13 +286,7 @@ class EngineRunner:
 
         def start() -> None:
             engine = self._cls.trainer_init(self._info, client=self._client, source=self.source)
-            with self._lock:
-                if not self.abandoned:
-                    listen(engine)
-                    self._engine = engine
-                    return
-            guarded("shutdown", getattr(engine, "shutdown", None))
-            raise RoundAbortedError(f"engine {self.name!r} took too long to be made")
+            self._thread.seat(engine, self.name, functools.partial(listen, engine))
 
         return self._begin("trainer_init", start, round_.wake)
 
@@ -307,7 +299,7 @@ class EngineRunner:
     def send(self, round_: RoundSteps) -> EngineCall:
         """Let the engine send to every worker of `round_`."""
         self._client.attach(round_)
-        engine = self._engine
+        engine = self._thread.engine
 
         def send() -> None:
             _ROUND.set(round_)
@@ -319,41 +311,27 @@ class EngineRunner:
         """Let the engine send its last committed weights to the workers of `round_` only."""
         client = RoundClient()
         client.attach(round_)
-        engine = self._engine
+        engine = self._thread.engine
         return self._begin("resend", lambda: engine.resend(client), round_.wake)
 
     def finished(self, *, committed: bool) -> None:
         """Tell the engine if the weights that it sent were committed."""
-        tell = getattr(self._engine, "round_finished", None)
+        tell = getattr(self._thread.engine, "round_finished", None)
         if tell is None:
             return
         call = self._begin(
             "round_finished", lambda: guarded("round_finished", lambda: tell(committed=committed))
         )
-        if not call.done.wait(UNBLOCK_GRACE_S):
-            self._leave_behind("round_finished")
+        self._thread.leave(call.done, self.name, "the end of a round")
 
     def unblock(self, call: EngineCall, reason: str) -> None:
         """End a call whose round has failed; an engine that does not return is left behind."""
         self.source.stop(reason)
-        if not call.done.is_set():
-            guarded("abort_weight_update", getattr(self._engine, "abort_weight_update", None))
-        if not call.done.wait(UNBLOCK_GRACE_S):
-            self._leave_behind("a failed round")
-
-    def _leave_behind(self, where: str) -> None:
-        logger.warning("engine %s does not return from %s; rebuilding it", self.name, where)
-        self.shutdown()
+        self._thread.abort(call.done, self.name, "a failed round")
 
     def shutdown(self) -> None:
         """Shut the engine down; an engine that hangs in its shutdown is left behind."""
-        with self._lock:
-            # In one step: an engine that is made afterwards is shut down by its own thread.
-            self.abandoned = True
-            engine, self._engine = self._engine, None
-        self._thread.stop()
-        if engine is not None:
-            shut_down_apart(engine).done.wait(UNBLOCK_GRACE_S)
+        self._thread.shutdown()
 
     def _begin(
         self,
@@ -362,5 +340,5 @@ class EngineRunner:
         on_done: Callable[[], None] = lambda: None,
     ) -> EngineCall:
         call = EngineCall(method, function, self.plugin, on_done)
-        self._thread.resubmit(call)
+        self._thread.submit(call)
         return call

@@ -33,8 +33,8 @@ class Membership:
     """
 
     def __init__(self, on_join: Callable[[Worker], None]) -> None:
-        self.lock = self.changed = Changed()
-        """The one lock of a publisher: held for every change of workers and rounds."""
+        self.changed = Changed()
+        """The one lock of a publisher, held for every change of workers and rounds."""
         self.num_dropped = 0
         self._on_join = on_join
         self._workers: dict[Connection, Worker] = {}
@@ -45,7 +45,7 @@ class Membership:
 
     def workers(self) -> list[Worker]:
         """Return every joined worker."""
-        with self.lock:
+        with self.changed:
             return list(self._workers.values())
 
     def instances(self) -> dict[str, list[Worker]]:
@@ -62,7 +62,7 @@ class Membership:
     def place_of(self, worker: Worker) -> tuple[int, int]:
         """Return a place for a joiner's instance that no other has, and the number of places."""
         instance = worker.hello.instance
-        with self.lock:
+        with self.changed:
             others = [each for each in self._workers.values() if each is not worker]
             own = [each.place for each in others if each.hello.instance == instance]
             taken = {each.place for each in others if each.hello.instance != instance}
@@ -71,7 +71,7 @@ class Membership:
 
     def open(self, state: RoundState) -> None:
         """Feed a round with its workers' answers from now on."""
-        with self.lock:
+        with self.changed:
             self._rounds[state.round_id] = state
             for rank in list(state.ranks()):
                 rank.moved_at = time.monotonic()
@@ -84,7 +84,7 @@ class Membership:
         A worker whose commit was pending at the end of a round may still apply it, and then has to
         be told to finish or to roll back. Messages after that are dropped and counted.
         """
-        with self.lock:
+        with self.changed:
             self._closing.add(state.round_id)
             self._forget_settled()
 
@@ -96,7 +96,7 @@ class Membership:
             worker = self._join(connection, message)
             self._on_join(worker)
             return
-        with self.lock:
+        with self.changed:
             joined = self._workers.get(connection)
             if joined is None:
                 raise ProtocolError(f"{connection.peer} sends before its hello")
@@ -114,7 +114,7 @@ class Membership:
 
     def on_close(self, connection: Connection, error: Exception | None) -> None:
         """Note that a worker is gone."""
-        with self.lock:
+        with self.changed:
             worker = self._workers.pop(connection, None)
             if worker is None:
                 return
@@ -125,7 +125,7 @@ class Membership:
 
     def _join(self, connection: Connection, hello: Hello) -> Worker:
         worker = Worker(connection, hello)
-        with self.lock:
+        with self.changed:
             if connection in self._workers:
                 raise ProtocolError(f"{hello.worker} says hello twice")
             if not 0 <= hello.rank < hello.num_ranks:

@@ -195,7 +195,7 @@ class Publisher:
         self._active_since = 0.0
         self._refusal: Exception | None = None
         self._membership = Membership(on_join=self._on_join)
-        self._lock, self._changed = self._membership.lock, self._membership.changed
+        self._lock = self._changed = self._membership.changed
         self._catch_up = threading.Thread(
             target=self._run_catch_up, name="wtransfer-catchup", daemon=True
         )

@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
-import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from wtransfer.calls import Flag, SerialThread, start_call
+from wtransfer.calls import Call, Flag, start_call
 from wtransfer.config import ParallelConfig, WeightTransferConfig
-from wtransfer.engines.border import (
-    UNBLOCK_GRACE_S,
-    call_engine,
-    engine_error,
-    guarded,
-    shut_down_apart,
-)
+from wtransfer.engines.border import EngineThread, call_engine, engine_error, guarded
 from wtransfer.engines.factory import WeightTransferEngineFactory
-from wtransfer.errors import (
-    NotInitializedError,
-    PluginBlockedError,
-    PluginError,
-    RoundAbortedError,
-)
+from wtransfer.errors import NotInitializedError, PluginBlockedError, PluginError
 from wtransfer.registry.registry import registry
 
 if TYPE_CHECKING:
@@ -60,18 +47,13 @@ class EngineRunner:
         self._allowed = allowed
         self._reader = reader
         self._init: Init | None = None
-        self._engine: Any = reader
-        self._lock = threading.Lock()
-        self._closed = False
-        self._mover = SerialThread("wtransfer-engine")
-        self._given_up: weakref.WeakSet[Flag] = weakref.WeakSet()
+        self._thread = EngineThread(logger, reader)
 
     # -- from any thread
 
     def submit(self, task: Callable[[], None]) -> Flag:
         """Run `task` on the engine's thread; the event is set when it has run."""
-        with self._lock:
-            return self._mover.submit(lambda: guarded("a step of a round", task)).done
+        return self._thread.submit(Call(lambda: guarded("a step of a round", task))).done
 
     def abort_in_background(self, running: Flag) -> None:
         """Run `abort` on a thread of its own: it may take a while."""
@@ -89,33 +71,7 @@ class EngineRunner:
         Args:
             running: Set when the task that must end has ended.
         """
-        with self._lock:
-            # In this order: an engine that was there before the task's end is not a later task's.
-            engine = self._engine
-            if running.is_set() or running in self._given_up:
-                return
-        guarded("abort_weight_update", getattr(engine, "abort_weight_update", None))
-        if running.wait(UNBLOCK_GRACE_S):
-            return
-        with self._lock:
-            # A second abort of the same call must not take the thread that came after it.
-            if running.is_set() or running in self._given_up:
-                return
-            logger.warning("engine %s does not return after an abort; rebuilding it", self.name)
-            # Calls queued behind the hanging one belong to later rounds: move them along.
-            waiting = self._mover.abandon()
-            if all(call.done is not running for call in waiting):
-                self._given_up.add(running)
-            self._mover = SerialThread("wtransfer-engine")
-            # An engine that was replaced meanwhile has been shut down by its successor's `make`.
-            left, self._engine = self._engine, self._reader
-            for call in waiting:
-                self._mover.resubmit(call)
-            if self._closed:
-                # `shutdown` has stopped the hanging thread, or is about to; stop the new one here.
-                self._mover.stop()
-        if left is not None:
-            shut_down_apart(left)
+        self._thread.abort(running, self.name, "an abort")
 
     def leave_group(self, making: Flag) -> None:
         """Drop an engine whose group has lost a rank, or its round; the next init makes another.
@@ -123,18 +79,13 @@ class EngineRunner:
         Args:
             making: Set when the engine has been made; a group that is still forming is aborted.
         """
-        if getattr(self._engine, "needs_generation", False):
+        if getattr(self._thread.engine, "needs_generation", False):
             self.abort_in_background(making)
         self.submit(self._end_group)
 
     def shutdown(self) -> None:
         """Shut the engine down and end its thread; a hanging one is left behind."""
-        with self._lock:
-            # From here on `abort` leaves no thread that waits for further calls.
-            self._closed = True
-            dropped = self._mover.submit(self._drop)
-        dropped.done.wait(UNBLOCK_GRACE_S)
-        self._mover.stop()
+        self._thread.shutdown()
 
     @property
     def name(self) -> str | None:
@@ -149,19 +100,16 @@ class EngineRunner:
         Raises:
             WTransferError: The engine cannot be found, is not allowed, or failed to initialise.
         """
-        self._own()
-        self._drop()
+        self._thread.own()
+        self._thread.drop()
         self._init = None
         self._check_allowed(init)
         engine = self._create(init)
-        with self._lock:
-            # A thread that was left behind in the line above must not replace a later engine.
-            current = self._mover.runs_here()
-            if current:
-                self._engine, self._init = engine, init
-        if not current:
-            guarded("shutdown", engine.shutdown)
-            raise RoundAbortedError(f"engine {init.engine!r} took too long to be made")
+
+        def note() -> None:
+            self._init = init
+
+        self._thread.seat(engine, init.engine, note)
         info = self._parse("parse_init_info", init.init_info)
         self._call("init_transfer_engine", lambda: engine.init_transfer_engine(info))
 
@@ -172,15 +120,15 @@ class EngineRunner:
             NotInitializedError: No publisher has asked for one yet.
             RoundAbortedError: The caller's thread was left behind.
         """
-        if self._own() is None and self._init is not None:
+        if self._thread.own() is None and self._init is not None:
             self.make(self._init)
-        if self._own() is None:
+        if self._thread.own() is None:
             raise NotInitializedError("not initialized: the worker has no weight transfer engine")
 
     @property
     def copies(self) -> bool:
         """True if tensors must be copied before ``load_weights`` returns."""
-        return getattr(self._own(), "tensors_valid_until", "return") != "round"
+        return getattr(self._thread.own(), "tensors_valid_until", "return") != "round"
 
     @property
     def may_rewrite(self) -> bool:
@@ -189,36 +137,29 @@ class EngineRunner:
         False for an engine class that declares ``writes_after_return = False`` itself; its
         subclasses may write again.
         """
-        return not self.copies and vars(type(self._own())).get("writes_after_return", True)
+        return not self.copies and vars(type(self._thread.own())).get("writes_after_return", True)
 
     @property
     def allocates(self) -> bool:
         """True if the engine takes memory of its own for the tensors that it delivers."""
-        return bool(getattr(self._own(), "allocates", False))
+        return bool(getattr(self._thread.own(), "allocates", False))
 
     def make_room(self, nbytes: int) -> str | None:
         """Let the engine check that it can stage an update; None: the engine does not decide."""
-        call = getattr(self._own(), "make_room", None)
+        call = getattr(self._thread.own(), "make_room", None)
         return None if call is None else self._call("make_room", lambda: call(nbytes))
 
     def receive(self, update_info: dict[str, Any], load_weights: LoadWeights) -> None:
         """Let the engine receive once."""
-        engine = self._own()
+        engine = self._thread.own()
         info = self._parse("parse_update_info", update_info)
         self._call("receive_weights", lambda: engine.receive_weights(info, load_weights))
 
     def optional(self, method: str, *args: object) -> None:
         """Call a method that an engine may leave out."""
-        call = getattr(self._own(), method, None)
+        call = getattr(self._thread.own(), method, None)
         if call is not None:
             self._call(method, lambda: call(*args))
-
-    def _own(self) -> Any:
-        """Return the engine; raise on a thread that was left behind, which no longer owns it."""
-        with self._lock:
-            if not self._mover.runs_here():
-                raise RoundAbortedError("this round's thread was given up; its engine is gone")
-            return self._engine
 
     def _create(self, init: Init) -> Any:
         plugin = f"engines:{init.engine}"
@@ -235,25 +176,16 @@ class EngineRunner:
             raise engine_error("__init__", error, plugin) from error
 
     def _parse(self, method: str, values: dict[str, Any]) -> Any:
-        parse = getattr(self._own(), method, None)
+        parse = getattr(self._thread.own(), method, None)
         return values if parse is None else self._call(method, lambda: parse(values))
 
     def _call(self, method: str, call: Callable[[], T]) -> T:
         return call_engine(method, call, f"engines:{self.name}")
 
     def _end_group(self) -> None:
-        if getattr(self._own(), "needs_generation", False):
-            self._drop()
+        if getattr(self._thread.own(), "needs_generation", False):
+            self._thread.drop()
             self._init = None
-
-    def _drop(self) -> None:
-        with self._lock:
-            # Under one lock: a thread left behind just now must not take its successor's engine.
-            engine = self._engine if self._mover.runs_here() else None
-            if engine is not None:
-                self._engine = None
-        if engine is not None:
-            guarded("shutdown", engine.shutdown)
 
     def _parallel_config(self, init: Init) -> ParallelConfig:
         return ParallelConfig(
