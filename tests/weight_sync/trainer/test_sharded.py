@@ -24,6 +24,7 @@ from wtransfer.deadline import Deadline
 from wtransfer.errors import (
     ClosedError,
     NotInitializedError,
+    NoWorkersError,
     PeerLostError,
     ProtocolError,
     RoundAbortedError,
@@ -32,6 +33,7 @@ from wtransfer.errors import (
     StallError,
 )
 from wtransfer.testing.contents import contents
+from wtransfer.testing.fakes import MemoryTrainerEngine
 from wtransfer.weight_sync.trainer import sharded as module
 from wtransfer.weight_sync.trainer.gather_group import BEAT_S, SILENT_S
 from wtransfer.weight_sync.trainer.sharded import (
@@ -126,6 +128,40 @@ def test_one_rank_alone_needs_no_other(sharded, fleet):
     report = made.publish("v2")
     assert dict(report.nonfinite) == {"all": 4}
     assert contents(whole(sharded)) == member.contents
+
+
+def test_weights_that_are_sharded_from_one_round_to_the_next_are_gathered(sharded, fleet):
+    tensors = {name: torch.zeros_like(each) for name, each in whole(sharded).items()}
+    made = fleet(tensors, engine="shm")
+    member = made.join({name: torch.ones_like(each) for name, each in tensors.items()})
+    assert made.publish("v1").ok
+    assert contents(tensors) == member.contents
+    tensors |= sharded
+    for version in ("v2", "v3"):
+        assert made.publish(version).ok
+        assert contents(whole(sharded)) == member.contents
+        sharded["rows"].add_(1)
+
+
+class Unmade(MemoryTrainerEngine):
+    """An engine that cannot be made."""
+
+    @classmethod
+    def trainer_init(cls, *_args, **_options):
+        raise BROKEN
+
+
+@pytest.mark.usefixtures("mesh")
+@pytest.mark.parametrize("trainer", [None, Unmade])
+def test_ranks_are_told_of_a_first_round_that_failed_before_its_plan(fleet, spread, trainer):
+    made = fleet(spread, trainer=trainer)
+    if trainer is not None:
+        made.join({"w": torch.zeros(2)})
+    with pytest.raises(NoWorkersError if trainer is None else SourceError) as failed:
+        made.publisher.publish("v1")
+    with TrainerRank({}, deadline_s=DEADLINE_S) as rank, pytest.raises(failed.type) as told:
+        rank.publish("v1")
+    assert told.value.message == failed.value.message
 
 
 def test_metadata_names_mesh_and_placements_of_a_sharded_tensor(sharded, mesh):

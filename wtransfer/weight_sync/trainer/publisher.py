@@ -42,6 +42,7 @@ from wtransfer.weight_sync.trainer.endpoints import Endpoints, Incomplete
 from wtransfer.weight_sync.trainer.engine_runner import EngineRunner, Origin
 from wtransfer.weight_sync.trainer.membership import Membership
 from wtransfer.weight_sync.trainer.sharded import ShardedSource
+from wtransfer.weight_sync.trainer.source import as_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from wtransfer.transport.channel import Connection
     from wtransfer.weight_sync.report import Report, WorkerInfo
     from wtransfer.weight_sync.trainer.workers import Worker
-    from wtransfer.weights import WeightSource
+    from wtransfer.weights import ParamMeta, WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -173,12 +174,12 @@ class Publisher:
         self._closing = threading.Lock()
         self._is_shut = False
         self._origin = Origin.of(engine, trainer)
-        self._source = (
-            model_or_source
-            if isinstance(model_or_source, ShardedSource)
-            else ShardedSource(model_or_source)
-        )
-        self._source.take_deadline(deadline_s)
+        self._source = as_source(model_or_source)
+        self._sharded: ShardedSource | None = None
+        """Gathers the source's tensors; made once one of them is spread over ranks."""
+        if isinstance(model_or_source, ShardedSource):
+            self._sharded = model_or_source
+            self._sharded.take_deadline(deadline_s)
         screen = nonfinite != "allow"
         self._runner_args = (engine, trainer, dict(options or {}), self._source, screen)
         self._runner = EngineRunner(*self._runner_args)
@@ -422,7 +423,8 @@ class Publisher:
                     active.result(CLOSE_GRACE_S)
                 except WTransferError as error:
                     logger.info("round %s ended with its publisher: %s", active.round_id, error)
-            self._source.close()
+            if self._sharded is not None:
+                self._sharded.close()
             self._runner.shutdown()
             self._is_shut = True
 
@@ -491,8 +493,7 @@ class Publisher:
                 return attempt.begun(self._begin(attempt, version, source, dry_run=dry_run))
             except BaseException as error:
                 if attempt.method != "rollback":
-                    # Ranks that hold parts of the weights may be waiting for the round.
-                    self._source.refuse(version, error)
+                    self._refuse(version, error)
                 raise
 
         return on_callers_stream(begin)
@@ -617,20 +618,21 @@ class Publisher:
             dry_run=dry_run,
             missing=self._endpoints.missing,
             apply=self._endpoints.apply,
-            on_packed=self._source.packed,
+            on_planned=self._on_planned,
+            on_packed=self._on_packed,
             on_done=self._on_done,
         )
         try:
             self._active, self._active_since = round_, time.monotonic()
-            if proven is None and instead is None:
-                self._source.begin(version)
+            if round_.is_own and self._sharded is not None:
+                self._gather(self._sharded, version)
             round_.start()
         except BaseException as error:
             # Still under the lock, which the round's thread needs first: the round has not begun,
             # and will not.
             self._give_up(round_)
-            if proven is None and instead is None:
-                self._source.end(error)
+            if round_.is_own and self._sharded is not None:
+                self._sharded.end(error)
             if isinstance(error, RuntimeError) and not isinstance(error, WTransferError):
                 raise RoundAbortedError(
                     f"the round could not begin: {error}", round_id=round_.round_id, version=version
@@ -652,8 +654,11 @@ class Publisher:
     def _on_done(self, round_: Round) -> None:
         # Before another round can begin.
         try:
-            if not round_.is_resend:
-                self._source.end(round_.failure, round_.proven.fingerprint if round_.proven else "")
+            if self._sharded is not None and round_.is_own:
+                proven = round_.proven
+                self._sharded.end(round_.failure, proven.fingerprint if proven else "")
+            elif round_.failure is not None and round_.is_own:
+                self._refuse(round_.version, round_.failure)
             if self._origin.needs_generation and not round_.went_through:
                 self._drop_runner()
         finally:
@@ -674,6 +679,45 @@ class Publisher:
         runner, self._runner = self._runner, EngineRunner(*self._runner_args)
         if not runner.abandoned:
             runner.shutdown()
+
+    # -- other ranks of the trainer, which hold parts of the weights
+
+    def _sharded_if(self, metadata: Sequence[ParamMeta]) -> ShardedSource | None:
+        """Return the source that gathers; None while no tensor was ever spread over ranks."""
+        with self._lock:
+            if self._sharded is None and any(meta.owners or meta.placements for meta in metadata):
+                self._sharded = ShardedSource(self._source, deadline_s=self._rules.deadline_s)
+            return self._sharded
+
+    def _gather(self, sharded: ShardedSource, version: str) -> None:
+        sharded.begin(version)
+        self._runner.source.read_from(sharded)
+
+    def _on_planned(self, round_: Round) -> None:
+        """Gather from this round on if its plan is the first with a tensor that is spread.
+
+        On the round's thread, which calls `_on_done` later: no round is begun for the other ranks
+        after its end. The engine, which reads from the source, is called after this.
+        """
+        source = self._runner.source
+        sharded = self._sharded_if(source.metadata) if round_.is_own else None
+        if sharded is not None and not source.reads_from(sharded):
+            self._gather(sharded, round_.version)
+
+    def _on_packed(self) -> None:
+        if self._sharded is not None:
+            self._sharded.packed()
+
+    def _refuse(self, version: str, error: BaseException) -> None:
+        """Tell the other ranks, which may be waiting, of a round that did not come to its plan."""
+        try:
+            sharded = self._sharded_if(self._source.metadata)
+        except Exception as unread:
+            # Logged only: the round has an error of its own.
+            logger.info("the other ranks cannot be told: %s", unread)
+        else:
+            if sharded is not None:
+                sharded.refuse(version, error)
 
     # -- on the channel's thread
 
