@@ -34,8 +34,9 @@ from wtransfer.errors import (
 )
 from wtransfer.testing.contents import contents
 from wtransfer.testing.fakes import MemoryTrainerEngine
+from wtransfer.weight_sync.messages import ErrorInfo
 from wtransfer.weight_sync.trainer import sharded as module
-from wtransfer.weight_sync.trainer.gather_group import BEAT_S, SILENT_S
+from wtransfer.weight_sync.trainer.gather_group import BEAT_S, SILENT_S, RankState
 from wtransfer.weight_sync.trainer.sharded import (
     ShardedSource,
     TrainerRank,
@@ -339,7 +340,7 @@ def comes(source, store, within_s=DEADLINE_S):
     while time.monotonic() < end:
         said = state_of_rank(store)
         ids = said.get("epoch"), said.get("attempt"), said.get("left")
-        if ids == (source._state.epoch, source._state.attempt, False):
+        if ids == (source._lead.state.epoch, source._lead.state.attempt, False):
             return True
         time.sleep(0.005)
     return False
@@ -556,6 +557,25 @@ def test_a_pass_of_an_earlier_round_ends_when_another_has_begun(source, backgrou
     source.end(BROKEN)
     source.begin("v2")
     assert isinstance(raised(coming), RoundAbortedError)
+
+
+def test_a_rank_that_fails_as_the_gather_begins_is_named_at_once(
+    source, store, background, monkeypatch
+):
+    go_on = threading.Event()
+    monkeypatch.setattr(module, "gathered", lambda *_: go_on.wait())
+    source.begin("v1")
+    coming = background(next, source.iter_full())
+    begun = source._lead.state
+    ready = RankState(begun.epoch, begun.attempt, "v1", number=1, ready=1)
+    failed = msgspec.structs.replace(ready, ready=0, left=True, error=ErrorInfo.of(BROKEN))
+    for said in (ready, failed):
+        assert waits(coming)
+        store.set("wtransfer/default/1", msgspec.msgpack.encode((time.monotonic_ns(), said)))
+    error = coming.exception(DEADLINE_S / 2)
+    go_on.set()
+    assert "the weights are broken" in str(error)
+    assert error.worker == "trainer rank 1"
 
 
 # -- the store

@@ -103,10 +103,6 @@ class DigestingSource:
         self.moved_at = time.monotonic()
         return self.layout
 
-    def reads_from(self, source: WeightSource) -> bool:
-        """Return True if the round reads from this source."""
-        return self._source is source
-
     def read_from(self, source: WeightSource) -> None:
         """Read the user's weights by way of another source, in this round and from then on."""
         self._own = self._source = source

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import logging
@@ -625,7 +626,7 @@ class Publisher:
         try:
             self._active, self._active_since = round_, time.monotonic()
             if round_.is_own and self._sharded is not None:
-                self._gather(self._sharded, version)
+                self._sharded.begin(version)
             round_.start()
         except BaseException as error:
             # Still under the lock, which the round's thread needs first: the round has not begun,
@@ -689,20 +690,16 @@ class Publisher:
                 self._sharded = ShardedSource(self._source, deadline_s=self._rules.deadline_s)
             return self._sharded
 
-    def _gather(self, sharded: ShardedSource, version: str) -> None:
-        sharded.begin(version)
-        self._runner.source.read_from(sharded)
-
     def _on_planned(self, round_: Round) -> None:
-        """Gather from this round on if its plan is the first with a tensor that is spread.
+        """Let the engine read whole tensors if some are spread; ranks may join the first time.
 
         On the round's thread, which calls `_on_done` later: no round is begun for the other ranks
         after its end. The engine, which reads from the source, is called after this.
         """
         source = self._runner.source
-        sharded = self._sharded_if(source.metadata) if round_.is_own else None
-        if sharded is not None and not source.reads_from(sharded):
-            self._gather(sharded, round_.version)
+        if round_.is_own and (sharded := self._sharded_if(source.metadata)) is not None:
+            sharded.begin(round_.version)
+            source.read_from(sharded)
 
     def _on_packed(self) -> None:
         if self._sharded is not None:
@@ -710,13 +707,9 @@ class Publisher:
 
     def _refuse(self, version: str, error: BaseException) -> None:
         """Tell the other ranks, which may be waiting, of a round that did not come to its plan."""
-        try:
-            sharded = self._sharded_if(self._source.metadata)
-        except Exception as unread:
-            # Logged only: the round has an error of its own.
-            logger.info("the other ranks cannot be told: %s", unread)
-        else:
-            if sharded is not None:
+        # A source that cannot be read tells of no ranks; the round has an error of its own.
+        with contextlib.suppress(Exception):
+            if (sharded := self._sharded_if(self._source.metadata)) is not None:
                 sharded.refuse(version, error)
 
     # -- on the channel's thread
