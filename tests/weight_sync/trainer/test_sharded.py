@@ -578,6 +578,19 @@ def test_a_rank_that_fails_as_the_gather_begins_is_named_at_once(
     assert error.worker == "trainer rank 1"
 
 
+@pytest.mark.parametrize("left", [False, True])
+def test_closing_waits_only_for_ranks_that_have_yet_to_read_the_end(source, store, left):
+    source.begin("v1")
+    begun = source._lead.state
+    said = RankState(begun.epoch, begun.attempt, "v1", left=left)
+    store.set("wtransfer/default/1", msgspec.msgpack.encode((time.monotonic_ns(), said)))
+    time.sleep(QUIET_S)  # until it is read
+    source.end(None, "abc")
+    since = time.monotonic()
+    source.close()
+    assert (time.monotonic() - since < SILENT_S / 2) == left
+
+
 # -- the store
 
 
