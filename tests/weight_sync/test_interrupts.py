@@ -270,7 +270,7 @@ class Rank:
     def said(self, *, left):
         """Wait until the rank takes part in the round, or has left it; for a while only."""
         deadline = time.monotonic() + 0.2
-        key, state = "wtransfer/default/0", self.source._state
+        key, state = "wtransfer/default/0", self.source._lead.state
         while time.monotonic() < deadline:
             if self.store.check([key]):
                 said = msgspec.msgpack.decode(self.store.get(key))[1]

@@ -34,6 +34,7 @@ def group():
             origin=Origin("gloo", needs_generation=True, epoch=1),
             missing={},
             apply=None,
+            on_planned=None,
             on_packed=None,
             on_done=None,
         )

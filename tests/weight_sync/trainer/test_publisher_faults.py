@@ -21,6 +21,7 @@ from wtransfer.testing.fakes import MemoryEngine
 from wtransfer.weight_sync.report import Report, WorkerReport
 from wtransfer.weight_sync.trainer.gather_group import GatherGroup
 from wtransfer.weight_sync.trainer.publisher import Publisher
+from wtransfer.weight_sync.trainer.sharded import ShardedSource
 
 # -- own errors after the commit was sent
 
@@ -164,6 +165,23 @@ def test_publisher_without_other_ranks_enters_no_lock_of_their_group(
     with pytest.raises(RoundAbortedError):
         round_.result()
     assert entered == []
+
+
+def test_publisher_of_plain_weights_makes_no_group_of_ranks(fleet, gated, monkeypatch):
+    for cls in (ShardedSource, GatherGroup):
+        monkeypatch.setattr(cls, "__init__", lambda *_, **__: pytest.fail("there are no ranks"))
+    made = fleet(gated)
+    with pytest.raises(NoWorkersError):
+        made.publisher.publish("v0")
+    made.join({name: torch.zeros_like(each) for name, each in gated.tensors.items()})
+    assert made.publish("v1").ok
+    gated.gate.clear()
+    round_ = made.publisher.publish("v2", wait=False)
+    round_.abort("called off")
+    gated.gate.set()
+    with pytest.raises(RoundAbortedError):
+        round_.result()
+    assert made.publish("v3").ok
 
 
 # -- what engines and people are told

@@ -24,6 +24,7 @@ from wtransfer.deadline import Deadline
 from wtransfer.errors import (
     ClosedError,
     NotInitializedError,
+    NoWorkersError,
     PeerLostError,
     ProtocolError,
     RoundAbortedError,
@@ -32,9 +33,11 @@ from wtransfer.errors import (
     StallError,
 )
 from wtransfer.testing.contents import contents
+from wtransfer.testing.fakes import MemoryTrainerEngine
 from wtransfer.weight_sync.form import in_form
+from wtransfer.weight_sync.messages import ErrorInfo
 from wtransfer.weight_sync.trainer import sharded as module
-from wtransfer.weight_sync.trainer.gather_group import BEAT_S, SILENT_S
+from wtransfer.weight_sync.trainer.gather_group import BEAT_S, SILENT_S, RankState
 from wtransfer.weight_sync.trainer.sharded import (
     ShardedSource,
     TrainerRank,
@@ -127,6 +130,40 @@ def test_one_rank_alone_needs_no_other(sharded, fleet):
     report = made.publish("v2")
     assert dict(report.nonfinite) == {"all": 4}
     assert contents(whole(sharded)) == member.contents
+
+
+def test_weights_that_are_sharded_from_one_round_to_the_next_are_gathered(sharded, fleet):
+    tensors = {name: torch.zeros_like(each) for name, each in whole(sharded).items()}
+    made = fleet(tensors, engine="shm")
+    member = made.join({name: torch.ones_like(each) for name, each in tensors.items()})
+    assert made.publish("v1").ok
+    assert contents(tensors) == member.contents
+    tensors |= sharded
+    for version in ("v2", "v3"):
+        assert made.publish(version).ok
+        assert contents(whole(sharded)) == member.contents
+        sharded["rows"].add_(1)
+
+
+class Unmade(MemoryTrainerEngine):
+    """An engine that cannot be made."""
+
+    @classmethod
+    def trainer_init(cls, *_args, **_options):
+        raise BROKEN
+
+
+@pytest.mark.usefixtures("mesh")
+@pytest.mark.parametrize("trainer", [None, Unmade])
+def test_ranks_are_told_of_a_first_round_that_failed_before_its_plan(fleet, spread, trainer):
+    made = fleet(spread, trainer=trainer)
+    if trainer is not None:
+        made.join({"w": torch.zeros(2)})
+    with pytest.raises(NoWorkersError if trainer is None else SourceError) as failed:
+        made.publisher.publish("v1")
+    with TrainerRank({}, deadline_s=DEADLINE_S) as rank, pytest.raises(failed.type) as told:
+        rank.publish("v1")
+    assert told.value.message == failed.value.message
 
 
 def test_metadata_names_mesh_and_placements_of_a_sharded_tensor(sharded, mesh):
@@ -312,7 +349,7 @@ def comes(source, store, within_s=DEADLINE_S):
     while time.monotonic() < end:
         said = state_of_rank(store)
         ids = said.get("epoch"), said.get("attempt"), said.get("left")
-        if ids == (source._state.epoch, source._state.attempt, False):
+        if ids == (source._lead.state.epoch, source._lead.state.attempt, False):
             return True
         time.sleep(0.005)
     return False
@@ -529,6 +566,38 @@ def test_a_pass_of_an_earlier_round_ends_when_another_has_begun(source, backgrou
     source.end(BROKEN)
     source.begin("v2")
     assert isinstance(raised(coming), RoundAbortedError)
+
+
+def test_a_rank_that_fails_as_the_gather_begins_is_named_at_once(
+    source, store, background, monkeypatch
+):
+    go_on = threading.Event()
+    monkeypatch.setattr(module, "gathered", lambda *_: go_on.wait())
+    source.begin("v1")
+    coming = background(next, source.iter_full())
+    begun = source._lead.state
+    ready = RankState(begun.epoch, begun.attempt, "v1", number=1, ready=1)
+    failed = msgspec.structs.replace(ready, ready=0, left=True, error=ErrorInfo.of(BROKEN))
+    for said in (ready, failed):
+        assert waits(coming)
+        store.set("wtransfer/default/1", msgspec.msgpack.encode((time.monotonic_ns(), said)))
+    error = coming.exception(DEADLINE_S / 2)
+    go_on.set()
+    assert "the weights are broken" in str(error)
+    assert error.worker == "trainer rank 1"
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_closing_waits_only_for_ranks_that_have_yet_to_read_the_end(source, store, left):
+    source.begin("v1")
+    begun = source._lead.state
+    said = RankState(begun.epoch, begun.attempt, "v1", left=left)
+    store.set("wtransfer/default/1", msgspec.msgpack.encode((time.monotonic_ns(), said)))
+    time.sleep(QUIET_S)  # until it is read
+    source.end(None, "abc")
+    since = time.monotonic()
+    source.close()
+    assert (time.monotonic() - since < SILENT_S / 2) == left
 
 
 # -- the store

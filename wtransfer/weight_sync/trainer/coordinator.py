@@ -141,6 +141,7 @@ class Round:
         missing: Hosts whose workers should take part and have not joined, and why.
         apply: Lets these hosts apply the committed update, where that takes a call; reports each
             host that has answered, and returns the errors of hosts whose call failed.
+        on_planned: Called when the metadata of the source was read, on the round's thread.
         on_packed: Called once when the trainer may change its weights again.
         on_done: Called when the round is over, on its thread.
     """
@@ -159,6 +160,7 @@ class Round:
         dry_run: bool = False,
         missing: Mapping[str, WTransferError],
         apply: Callable[[str, set[str], Callable[[str], None]], dict[str, WTransferError]],
+        on_planned: Callable[[Round], None],
         on_packed: Callable[[], None],
         on_done: Callable[[Round], None],
     ) -> None:
@@ -168,6 +170,8 @@ class Round:
         self.phase = "init"
         self.proven = proven
         self.is_resend = proven is not None
+        self.is_own = proven is None and instead is None
+        """True if the weights are read from the user's source."""
         self.dry_run = dry_run
         self.members = frozenset(worker for ranks in instances.values() for worker in ranks)
         self.called_off = False
@@ -183,6 +187,7 @@ class Round:
         self._unanswered: set[str] = set()
         """Hosts that have not answered the call in which their workers apply the update."""
         self._apply_errors: dict[str, WTransferError] = {}
+        self._on_planned = on_planned
         self._on_packed = on_packed
         self._on_done = on_done
         self._layout = proven.layout if proven else None
@@ -516,6 +521,7 @@ class Round:
             reading = self._runner.plan(self, self._instead)
             self._supervise(reading, "the source's metadata")
             self._layout = reading.result
+            self._on_planned(self)
         layout = self._known_layout()
         with self._lock:
             self.state.plan(Plan(self.round_id, self.version, layout.manifest), layout.identity)

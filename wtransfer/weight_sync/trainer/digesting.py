@@ -103,6 +103,10 @@ class DigestingSource:
         self.moved_at = time.monotonic()
         return self.layout
 
+    def read_from(self, source: WeightSource) -> None:
+        """Read the user's weights by way of another source, in this round and from then on."""
+        self._own = self._source = source
+
     def stop(self, reason: str) -> None:
         """Make every further step of an iteration raise."""
         self._stopped = reason

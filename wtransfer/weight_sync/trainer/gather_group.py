@@ -9,8 +9,8 @@ that holds a part of its weights:
    joins the attempt and compares layouts (its own against P's, which stands under another key).
 2. P begins a pass over the source. For every bucket R writes `ready` once it has its shards in hand
    and has checked them; P writes `go` once all ranks are ready, and only then enters the gather. An
-   attempt that ends (P), or a rank that fails (R), is seen in place of `go` or `ready`: so no rank
-   is in a collective that another has not agreed to enter, and the trainer's groups stay in step.
+   attempt that ends (P), or a rank that fails (R), is seen in place of `go` or `ready`. When which
+   state is written, and why this keeps the trainer's groups in step: `gather_state.py`.
 3. P writes `packed`: R may change its weights. P appends the end of the attempt, for better or
    worse, to the list of the last ones, where a rank that comes late finds it.
 
@@ -121,7 +121,8 @@ class RankState(msgspec.Struct, frozen=True):
     number: int = 0
     """Pass."""
     ready: int = 0
-    """Buckets of that pass that this rank has gathered or has in hand."""
+    """Buckets of that pass that this rank has gathered or has in hand; without the one in hand once
+    this rank has failed."""
     left: bool = False
     """True if this rank takes part no longer."""
     error: ErrorInfo | None = None
@@ -162,7 +163,8 @@ class GatherGroup:
         self._thread = SerialThread("wtransfer-ranks")
         self.check: Callable[[], None] = lambda: None
         """Called in every wait, which raises the error of this call."""
-        self._changed = Changed()
+        self._changed = self.lock = Changed()
+        """Held where states are looked at and posted in one step, as in every `until`."""
         self._has_news = False
         """True if the thread has a state to write, or a pause or close to notice."""
         self.polling = False

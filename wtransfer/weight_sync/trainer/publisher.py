@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import logging
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     from wtransfer.weight_sync.form import Form
     from wtransfer.weight_sync.report import Report, WorkerInfo
     from wtransfer.weight_sync.trainer.workers import Worker
-    from wtransfer.weights import WeightSource
+    from wtransfer.weights import ParamMeta, WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -180,12 +181,12 @@ class Publisher:
         self._closing = threading.Lock()
         self._is_shut = False
         self._origin = Origin.of(engine, trainer)
-        self._source = (
-            model_or_source
-            if isinstance(model_or_source, ShardedSource)
-            else ShardedSource(as_source(model_or_source, form))
-        )
-        self._source.take_deadline(deadline_s)
+        self._source = as_source(model_or_source, form)
+        self._sharded: ShardedSource | None = None
+        """Gathers the source's tensors; made once one of them is spread over ranks."""
+        if isinstance(model_or_source, ShardedSource):
+            self._sharded = model_or_source
+            self._sharded.take_deadline(deadline_s)
         screen = nonfinite != "allow"
         self._runner_args = (engine, trainer, dict(options or {}), self._source, screen)
         self._runner = EngineRunner(*self._runner_args)
@@ -429,7 +430,8 @@ class Publisher:
                     active.result(CLOSE_GRACE_S)
                 except WTransferError as error:
                     logger.info("round %s ended with its publisher: %s", active.round_id, error)
-            self._source.close()
+            if self._sharded is not None:
+                self._sharded.close()
             self._runner.shutdown()
             self._is_shut = True
 
@@ -498,8 +500,7 @@ class Publisher:
                 return attempt.begun(self._begin(attempt, version, source, dry_run=dry_run))
             except BaseException as error:
                 if attempt.method != "rollback":
-                    # Ranks that hold parts of the weights may be waiting for the round.
-                    self._source.refuse(version, error)
+                    self._refuse(version, error)
                 raise
 
         return on_callers_stream(begin)
@@ -624,20 +625,21 @@ class Publisher:
             dry_run=dry_run,
             missing=self._endpoints.missing,
             apply=self._endpoints.apply,
-            on_packed=self._source.packed,
+            on_planned=self._on_planned,
+            on_packed=self._on_packed,
             on_done=self._on_done,
         )
         try:
             self._active, self._active_since = round_, time.monotonic()
-            if proven is None and instead is None:
-                self._source.begin(version)
+            if round_.is_own and self._sharded is not None:
+                self._sharded.begin(version)
             round_.start()
         except BaseException as error:
             # Still under the lock, which the round's thread needs first: the round has not begun,
             # and will not.
             self._give_up(round_)
-            if proven is None and instead is None:
-                self._source.end(error)
+            if round_.is_own and self._sharded is not None:
+                self._sharded.end(error)
             if isinstance(error, RuntimeError) and not isinstance(error, WTransferError):
                 raise RoundAbortedError(
                     f"the round could not begin: {error}", round_id=round_.round_id, version=version
@@ -659,8 +661,11 @@ class Publisher:
     def _on_done(self, round_: Round) -> None:
         # Before another round can begin.
         try:
-            if not round_.is_resend:
-                self._source.end(round_.failure, round_.proven.fingerprint if round_.proven else "")
+            if self._sharded is not None and round_.is_own:
+                proven = round_.proven
+                self._sharded.end(round_.failure, proven.fingerprint if proven else "")
+            elif round_.failure is not None and round_.is_own:
+                self._refuse(round_.version, round_.failure)
             if self._origin.needs_generation and not round_.went_through:
                 self._drop_runner()
         finally:
@@ -681,6 +686,37 @@ class Publisher:
         runner, self._runner = self._runner, EngineRunner(*self._runner_args)
         if not runner.abandoned:
             runner.shutdown()
+
+    # -- other ranks of the trainer, which hold parts of the weights
+
+    def _sharded_if(self, metadata: Sequence[ParamMeta]) -> ShardedSource | None:
+        """Return the source that gathers; None while no tensor was ever spread over ranks."""
+        with self._lock:
+            if self._sharded is None and any(meta.owners or meta.placements for meta in metadata):
+                self._sharded = ShardedSource(self._source, deadline_s=self._rules.deadline_s)
+            return self._sharded
+
+    def _on_planned(self, round_: Round) -> None:
+        """Let the engine read whole tensors if some are spread; ranks may join the first time.
+
+        On the round's thread, which calls `_on_done` later: no round is begun for the other ranks
+        after its end. The engine, which reads from the source, is called after this.
+        """
+        source = self._runner.source
+        if round_.is_own and (sharded := self._sharded_if(source.metadata)) is not None:
+            sharded.begin(round_.version)
+            source.read_from(sharded)
+
+    def _on_packed(self) -> None:
+        if self._sharded is not None:
+            self._sharded.packed()
+
+    def _refuse(self, version: str, error: BaseException) -> None:
+        """Tell the other ranks, which may be waiting, of a round that did not come to its plan."""
+        # A source that cannot be read tells of no ranks; the round has an error of its own.
+        with contextlib.suppress(Exception):
+            if (sharded := self._sharded_if(self._source.metadata)) is not None:
+                sharded.refuse(version, error)
 
     # -- on the channel's thread
 

@@ -1,12 +1,13 @@
 """Publishing from a trainer whose weights are sharded over ranks.
 
 One rank publishes: its `ShardedSource` gathers bucket by bucket. Every other rank takes part in the
-gathers by a `TrainerRank`. The agreement before each gather is described in `gather_group.py`.
+gathers by a `TrainerRank`. The agreement before each gather is that of `gather_state.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -46,13 +47,13 @@ from wtransfer.weight_sync.trainer.gather_group import (
     GatherGroup,
     GatherRound,
     LayoutState,
-    RankState,
     own_rank,
 )
+from wtransfer.weight_sync.trainer.gather_state import GatherFollower, GatherLeader
 from wtransfer.weight_sync.trainer.source import as_source
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     import torch
     from torch import nn
@@ -77,8 +78,6 @@ SILENT_DEADLINES = 4
 one deadline at most for each of the prepare phase, the commit, and ranks that go back."""
 BUCKET_NBYTES = 64 << 20
 """Bytes of whole tensors that are gathered between two agreements; the same on all ranks."""
-NUM_ENDED = 8
-"""Ends of attempts that ranks can still be told."""
 REBUILD = (
     "; the process group of that mesh is no longer in step: rebuild it, and with it Publisher and "
     "TrainerRank"
@@ -93,7 +92,7 @@ GRACE_S = 0.4
 class ShardedSource:
     """Gathers the parts of a trainer's ranks, for the publishing rank.
 
-    `Publisher` wraps its argument in one; make it yourself for another `name` or `store`.
+    `Publisher` makes one where a tensor is sharded; make it yourself for another `name` or `store`.
     Tensors that are not sharded pass through as they are. DTensors (FSDP2, tensor parallelism) are
     gathered over their own mesh, a bucket at a time, while every other rank of the mesh is in
     `TrainerRank.publish`. A custom source describes by `mesh` and `placements` of its `ParamMeta`
@@ -122,15 +121,10 @@ class ShardedSource:
             name, store, publishing=True, deadline_s=self.deadline_s * OWN_SHARE
         )
         self._has_own_deadline = deadline_s is not None
-        self._lock = threading.Lock()
-        self._state = GatherRound(secrets.token_hex(8), 0)
-        self._met: frozenset[int] = frozenset()
-        """The other ranks of the last pass."""
+        self._lock = self._group.lock
+        self._thread = GatherThread(self._group)
+        self._lead = GatherLeader(secrets.token_hex(8), self._group, self._thread.check_in_step)
         self._layout = ""
-        self._num_attempts = 0
-        self._in_round = False
-        self._stopped = False
-        self._thread = SerialThread("wtransfer-gather")
         self._metadata: Sequence[ParamMeta] | None = None
 
     def take_deadline(self, deadline_s: float) -> None:
@@ -177,27 +171,23 @@ class ShardedSource:
     def _iter_gathered(
         self, metadata: Sequence[ParamMeta], others: frozenset[int]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        begun = self._begin_pass(metadata, others) if others else self._state
+        begun = self._begin_pass(metadata, others) if others else self._lead.state
         num_gathered = 0
         for bucket in iter_buckets(iter_shards(self._source, metadata)):
             tensors = bucket
             if any(is_sharded(meta) for meta, _ in bucket):
                 num_gathered += 1
-                check_in_step(self._thread)
                 if others:
-                    self._agree(begun, others, num_gathered, bucket)
+                    self._agree(begun, num_gathered, _first_name(bucket))
+                else:
+                    self._thread.check_in_step()
                 # A round that is ended meanwhile waits for the gather, as for every engine call.
                 try:
-                    tensors = gather_bucket(
-                        bucket,
-                        self._thread,
-                        self.deadline_s * OWN_SHARE,
-                        lambda: self._lost(others) or self._failed_inside(others),
-                        lambda failed: self._cause(others, failed),
-                    )
+                    timeout_s = self.deadline_s * OWN_SHARE
+                    tensors = self._thread.gather(bucket, timeout_s, self._lead.broken, self._cause)
                 except BaseException:
                     with self._lock:
-                        self._post(torn=begun.attempt)
+                        self._lead.tear(begun)
                     raise
             while tensors:
                 meta, tensor = tensors.pop(0)
@@ -208,106 +198,74 @@ class ShardedSource:
     # -- for the publisher
 
     def begin(self, version: str) -> None:
-        """Begin a round, which the other ranks may join."""
+        """Begin a round, which the other ranks may join; a second call does nothing."""
         with self._lock:
-            self._num_attempts += 1
-            self._in_round, self._stopped, self._metadata = True, False, None
-            if self._met:
-                self._group.start(_keys(self._met))
-            self._post(
-                attempt=self._num_attempts,
-                version=version,
-                phase="open",
-                layout="",
-                number=0,
-                go=0,
-            )
+            if not self._lead.in_round:
+                self._metadata = None
+                if self._lead.others:
+                    self._group.start(_keys(self._lead.others))
+                self._lead.begin(version)
 
     def stop_waiting(self) -> None:
         """End a pass that waits for other ranks: its round has failed."""
         # Also ends a pass that is only about to wait.
-        self._stopped = True
-        if self._met:
-            self._group.wake()
+        self._lead.stop()
+        self._group.wake()
 
     def packed(self) -> None:
         """Let the other ranks change their weights again."""
         with self._lock:
-            if self._in_round:
-                self._post(phase="packed")
+            self._lead.packed()
 
     def end(self, error: BaseException | None, fingerprint: str = "") -> None:
         """End the round, and tell the other ranks."""
-        if self._in_round:
+        if self._lead.in_round:
+            info = None if error is None else ErrorInfo.of(error)
             with self._lock:
-                # No gather begins any more.
-                self._stopped = True
-            self._tell(self._state.attempt, self._state.version, error, fingerprint, phase="over")
+                self._lead.end(info, fingerprint)
+            self._let_go(error)
 
     def refuse(self, version: str, error: BaseException) -> None:
         """Tell the other ranks that a round did not begin."""
+        info = ErrorInfo.of(error)
         with self._lock:
-            self._num_attempts += 1
-            attempt = self._num_attempts
-        self._tell(attempt, version, error)
+            self._lead.refuse(version, info)
+            in_round = self._lead.in_round
+        if not in_round:
+            self._let_go(error)
 
     def close(self) -> None:
         """Let the other ranks go."""
         self._thread.stop()
         # The others still read the end of the last round, from a store that this process may host.
-        keys = [k for k in _keys(self._met) if _takes_part(self._group.heard(k), self._state)]
-        if keys:
+        if keys := self._lead.staying():
             self._group.start(keys)
             with contextlib.suppress(WTransferError):
                 self._group.until(
-                    lambda: all(
-                        (rank := self._group.heard(key)) and not _takes_part(rank, self._state)
-                        for key in keys
-                    ),
+                    lambda: self._lead.have_left(keys),
                     Deadline(min(SILENT_S, self.deadline_s)),
                     "the other ranks' leaving",
                 )
         self._group.close()
 
-    def _tell(
-        self,
-        attempt: int,
-        version: str,
-        error: BaseException | None,
-        fingerprint: str = "",
-        **changes: Any,
-    ) -> None:
-        """Tell the other ranks how an attempt ended."""
-        info = None if error is None else ErrorInfo.of(error)
-        with self._lock:
-            ended = (*self._state.ended, Ended(attempt, version, info, fingerprint))[-NUM_ENDED:]
-            self._post(ended=ended, **changes)
-            self._in_round &= not changes
-            in_round = self._in_round
+    def _let_go(self, error: BaseException | None) -> None:
+        """Ask the store for nothing more until the next round, once it has the end of this one."""
         try:
-            if info is not None and not in_round:
+            if error is not None:
                 # The round may have failed before it met any other rank.
-                self._meet(self._met or self._others(self._source.metadata))
+                self._meet(self._lead.others or self._others(self._source.metadata))
         except Exception as unmet:
             # Logged only: the round has an error of its own.
             logger.info("the other ranks cannot be told: %s", unmet)
-        if not in_round and self._met:
+        if self._lead.others:
             self._group.pause()
 
-    def _post(self, **changes: Any) -> None:
-        self._state = msgspec.structs.replace(self._state, **changes)
-        # `_meet` posts the states that others have missed; without other ranks there is no reader.
-        if self._met:
-            self._group.post(self._state, PUBLISHER)
-
-    def _meet(self, others: frozenset[int]) -> None:
+    def _meet(self, others: Collection[int]) -> None:
         """Begin to hear of the other ranks, if there are any."""
         with self._lock:
-            self._met = others
-            if others:
-                if not self._group.polling:
-                    self._group.start()
-                self._post(rank=own_rank())
+            if others and not self._group.polling:
+                self._group.start()
+            self._lead.meet(own_rank(), others)
             self._group.add(_keys(others))
 
     # -- one pass
@@ -334,53 +292,15 @@ class ShardedSource:
             self._layout = digest
             self._group.post(LayoutState(digest, zlib.compress(lines, 1)), LAYOUT)
         with self._lock:
-            self._post(layout=digest, number=self._state.number + 1, go=0)
-            return self._state
+            return self._lead.begin_pass(digest)
 
-    def _agree(
-        self, begun: GatherRound, others: frozenset[int], count: int, bucket: list[Shard]
-    ) -> None:
+    def _agree(self, begun: GatherRound, count: int, name: str) -> None:
         """Wait until every rank has its part of a bucket in hand, and let all gather it."""
-
-        def missing() -> dict[int, RankState | None]:
-            ranks = {rank: self._group.heard(str(rank)) for rank in sorted(others)}
-            return {
-                rank: state
-                for rank, state in ranks.items()
-                if not _takes_part(state, begun)
-                or (state.number, state.ready) != (begun.number, count)
-            }
-
-        def all_ready() -> bool:
-            now = self._state
-            is_same = (now.attempt, now.number) == (begun.attempt, begun.number)
-            if self._stopped or not self._in_round or not is_same:
-                raise RoundAbortedError("the round is over; its weights are not gathered further")
-            if error := self._lost(others) or self._failed(others):
-                raise error
-            return not missing()
-
-        def late() -> str:
-            absent = {r: state for r, state in missing().items() if not _takes_part(state, begun)}
-            if not absent:
-                return f"trainer ranks {[*missing()]} on the way to gather {_first_name(bucket)!r}"
-            before = "".join(
-                f"; rank {r} was last here for {state.version!r}"
-                for r, state in absent.items()
-                if state is not None
-            )
-            return (
-                f"the arrival of trainer ranks {[*absent]}, which hold parts of the weights: each "
-                f"must call TrainerRank.publish({begun.version!r}) when rank {begun.rank} "
-                f"publishes{before};"
-            )
-
-        deadline = Deadline(self.deadline_s * OWN_SHARE)
-        self._group.until(all_ready, deadline, late)
-        with self._lock:
-            if self._stopped or self._state.attempt != begun.attempt:
-                raise RoundAbortedError("the round is over; its weights are not gathered further")
-            self._post(go=count)
+        self._group.until(
+            lambda: self._lead.may_gather(begun, count),
+            Deadline(self.deadline_s * OWN_SHARE),
+            lambda: self._lead.awaited(begun, count, repr(name)),
+        )
         # Enter only when `go` is written: alone in a gather, this rank could only be left behind.
         try:
             self._group.flush(Deadline(self.deadline_s * OWN_SHARE))
@@ -389,40 +309,13 @@ class ShardedSource:
             error.message += REBUILD
             raise
 
-    def _lost(self, others: Iterable[int]) -> PeerLostError | None:
-        taking_part = self._taking_part(others)
-        lost = (self._group.lost(str(rank), f"trainer rank {rank}") for rank in taking_part)
-        return next(filter(None, lost), None)
-
-    def _failed(self, others: Iterable[int]) -> WTransferError | None:
-        for rank in sorted(others):
-            state: RankState | None = self._group.heard(str(rank))
-            if state is not None and _is_in(state, self._state) and state.error is not None:
-                return state.error.rebuild(worker=f"trainer rank {rank}")
-        return None
-
-    def _failed_inside(self, others: Iterable[int]) -> WTransferError | None:
-        """Return why another rank has left a gather that this rank may be in."""
-        # A rank that fails outside of a gather leaves the round, and its gathers have ended.
-        return self._failed(self._taking_part(others))
-
-    def _taking_part(self, others: Iterable[int]) -> list[int]:
-        state = self._state
-        return [r for r in sorted(others) if _takes_part(self._group.heard(str(r)), state)]
-
-    def _cause(self, others: frozenset[int], failed: WTransferError) -> WTransferError:
+    def _cause(self, failed: WTransferError) -> WTransferError:
         """Return why a gather has failed: a lost rank breaks it for all, and is detected later."""
-        patience = Deadline(SILENT_S + GRACE_S if isinstance(failed, EngineError) else 0)
-        if not others:
+        if not self._lead.others:
             return failed
-        cause: WTransferError
-        try:
-            cause = self._group.until(lambda: self._lost(others), patience, "a lost rank")
-        except PeerLostError as gone:
-            cause = gone
-        except StallError:
-            cause = self._failed(others) or failed
-        return cause
+        patience_s = SILENT_S + GRACE_S if isinstance(failed, EngineError) else 0
+        lost = self._thread.found_within(patience_s, self._lead.lost)
+        return lost or self._lead.failed() or failed
 
 
 class Interrupted(BaseException):
@@ -475,12 +368,8 @@ class TrainerRank:
         self._pid = os.getpid()
         self._closed = self._is_shut = False
         self._busy = threading.Lock()
-        self._thread = SerialThread("wtransfer-gather")
-        self._epoch = ""
-        self._seen = 0
-        """Last attempt of that epoch that was joined, or whose end was told."""
-        self._left = 0
-        """Attempt that was joined and left before its end, by an error."""
+        self._thread = GatherThread(self._group)
+        self._follow = GatherFollower(self._group, self._thread.check_in_step)
         self._agreed = ("", "")
         """Digests of the publishing rank's layout and of this rank's, found to fit."""
         close_at_exit(self)
@@ -548,148 +437,66 @@ class TrainerRank:
         self.close()
 
     def _publish(self, version: str, *, wait: bool) -> str:
-        group = self._group
-        if self._seen:
-            # Before the deadline starts: a rank that left its last round early would lose the time
-            # that the others take for the end.
-            group.until(
-                self._is_over,
-                Deadline(SILENT_DEADLINES * self._deadline_s),
-                "the last round, which the publishing rank has not ended,",
-            )
+        group, follow = self._group, self._follow
+        # Before the deadline starts: a rank that left its last round early would lose the time
+        # that the others take for the end.
+        group.until(
+            follow.is_last_over,
+            Deadline(SILENT_DEADLINES * self._deadline_s),
+            "the last round, which the publishing rank has not ended,",
+        )
         deadline = Deadline(self._deadline_s)
         metadata = tuple(self._source.metadata)
-
-        def late() -> str:
-            if (state := group.heard(PUBLISHER)) is None:
-                return (
-                    "the arrival of a rank that publishes: one must make a Publisher and call "
-                    "publish() when the others call theirs;"
-                )
-            return (
-                f"the publishing rank, rank {state.rank}: it did not call publish() for this "
-                "version, which every rank must,"
-            )
-
-        state: GatherRound = group.until(lambda: group.heard(PUBLISHER), deadline, late)
+        state = group.until(lambda: group.heard(PUBLISHER), deadline, follow.awaited)
         if metadata and not any(state.rank in ranks_of(meta) for meta in metadata):
             # In no group with the publishing rank, which needs no part of this one.
             return ""
-        found = group.until(lambda: self._turn(version), deadline, late)
-        if isinstance(found, Ended):
-            group.post(RankState(self._epoch, self._seen, version, left=True))
+        end = group.until(lambda: follow.turn(version), deadline, follow.awaited)
+        if isinstance(end, Ended):
             # Before this returns: the next object of this rank must read that the end was told.
             with contextlib.suppress(WTransferError):
                 group.flush(Deadline(FLUSH_S))
-            end: Ended | None = found
         else:
-            end = self._take_part(found, metadata, version, wait=wait)
+            end = self._take_part(metadata, wait=wait)
         if end is not None and end.error is not None:
             raise end.error.rebuild()
         return "" if end is None else end.fingerprint
 
-    def _is_over(self) -> bool:
-        state: GatherRound | None = self._group.heard(PUBLISHER)
-        if state is None:
-            return False
-        same = (state.epoch, state.attempt) == (self._epoch, self._seen)
-        return not same or state.phase == "over" or self._group.lost(PUBLISHER, "") is not None
-
-    def _turn(self, version: str) -> GatherRound | Ended | None:
-        """Return the round to join, or the end to tell; None: neither yet."""
-        state: GatherRound = self._group.heard(PUBLISHER)
-        if state.epoch != self._epoch:
-            if state.phase != "over" and not self._group.is_alive(PUBLISHER):
-                # A publisher that was killed in a round may have left this state.
-                return None
-            # Another object of this rank may have taken part before.
-            earlier: RankState | None = self._group.heard(self._group.key)
-            is_known = earlier is not None and earlier.epoch == state.epoch
-            self._epoch, self._left = state.epoch, 0
-            self._seen = earlier.attempt if earlier is not None and is_known else 0
-        is_new = state.attempt > self._seen
-        if is_new and state.version == version and state.phase != "over":
-            return state
-        for end in reversed(state.ended):
-            # A failure that this rank has not seen; or the success of a round that it left when
-            # its part was done, which will not be repeated.
-            is_due = end.attempt > self._seen if end.error else end.attempt == self._left
-            if end.version == version and is_due:
-                self._seen, self._left = max(self._seen, end.attempt), 0
-                return end
-        if is_new and state.phase == "open":
-            raise RoundAbortedError(
-                f"trainer rank {state.rank} publishes {state.version!r}, rank {own_rank()} called "
-                f"publish({version!r}); all must call it for the same versions in turn"
-            )
-        return None
-
-    def _take_part(
-        self, joined: GatherRound, metadata: Sequence[ParamMeta], version: str, *, wait: bool
-    ) -> Ended | None:
+    def _take_part(self, metadata: Sequence[ParamMeta], *, wait: bool) -> Ended | None:
         """Gather with the publishing rank, up to the end; None if the end is not waited for."""
-        group = self._group
-        mine = RankState(joined.epoch, joined.attempt, version)
-        self._seen = self._left = joined.attempt
-        group.post(mine)
+        group, follow = self._group, self._follow
         buckets: Iterator[list[Shard]] = iter(())
         bucket: list[Shard] = []
-
-        def news() -> GatherRound | Ended | None:
-            if (end := self._end_of(joined)) is not None:
-                return end
-            state: GatherRound = group.heard(PUBLISHER)
-            if state.phase == "packed":
-                return None if wait else state
-            is_told = state.number > mine.number or (bucket and state.go == mine.ready)
-            return state if is_told else None
-
         try:
             while True:
-                state: GatherRound | Ended = group.until(
-                    news,
+                step = group.until(
+                    lambda: follow.next(wait=wait),
                     Deadline(SILENT_DEADLINES * self._deadline_s),
                     "the round that the publishing rank has begun and not ended",
                 )
-                if isinstance(state, Ended) or state.phase == "packed":
-                    break
-                if state.number > mine.number:
-                    self._compare(state, metadata)
+                if step == "pass":
+                    self._compare(metadata)
                     buckets = self._iter_buckets(metadata)
-                    mine = msgspec.structs.replace(mine, number=state.number, ready=0)
+                    follow.begin_pass()
+                elif step == "gather":
+                    # Only the publishing rank keeps the whole tensors.
+                    side = follow.broken, self._cause, follow.round.rank
+                    self._thread.gather(bucket, self._deadline_s, *side)
+                    follow.gathered()
                 else:
-                    self._gather(bucket, joined, mine)
+                    break
                 bucket = next(buckets, [])
-                if bucket:
-                    check_in_step(self._thread)
-                mine = msgspec.structs.replace(mine, ready=mine.ready + bool(bucket))
-                group.post(mine)
+                follow.ready(in_hand=bool(bucket))
         except BaseException as error:
             # Also when the caller was interrupted: the others must not wait for this rank.
-            text = f"interrupted by {type(error).__name__}: {error}"
-            if isinstance(error, Interrupted):
-                text = f"interrupted by {error}"
-            known = error if isinstance(error, WTransferError) else RoundAbortedError(text)
-            group.post(msgspec.structs.replace(mine, left=True, error=ErrorInfo.of(known)))
+            name = "" if isinstance(error, Interrupted) else f"{type(error).__name__}: "
+            interrupted = RoundAbortedError(f"interrupted by {name}{error}")
+            follow.fail(error if isinstance(error, WTransferError) else interrupted)
             with contextlib.suppress(WTransferError):
                 group.flush(Deadline(FLUSH_S))
             raise
-        self._left = 0
-        group.post(msgspec.structs.replace(mine, left=True))
-        return state if isinstance(state, Ended) else None
-
-    def _end_of(self, joined: GatherRound) -> Ended | None:
-        """Return the end of a round, None if it goes on; raise if there will be no end."""
-        state: GatherRound = self._group.heard(PUBLISHER)
-        if state.epoch == joined.epoch:
-            for end in state.ended:
-                if end.attempt == joined.attempt:
-                    return end
-        if (state.epoch, state.attempt) != (joined.epoch, joined.attempt):
-            raise PeerLostError("the publishing rank of this trainer was lost: another took over")
-        if lost := self._group.lost(PUBLISHER, "the publishing rank of this trainer"):
-            raise lost
-        return None
+        follow.leave()
+        return step if isinstance(step, Ended) else None
 
     def _iter_buckets(self, metadata: Sequence[ParamMeta]) -> Iterator[list[Shard]]:
         """Yield the buckets in which a tensor is gathered, by whichever ranks."""
@@ -704,58 +511,28 @@ class TrainerRank:
                 f"the source's iter_local raised {type(error).__name__}: {error}"
             ) from error
 
-    def _compare(self, state: GatherRound, metadata: Sequence[ParamMeta]) -> None:
+    def _compare(self, metadata: Sequence[ParamMeta]) -> None:
         """Check that this rank's tensors lie as the publishing rank's do."""
+        state = self._follow.round
         mine = layout_of(metadata)
         digests = state.layout, xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(mine))
         if digests == self._agreed:
             return
-
-        def arrived() -> LayoutState | None:
-            found: LayoutState | None = self._group.heard(LAYOUT)
-            return found if found is not None and found.digest == state.layout else None
-
         self._group.add((LAYOUT,))
         deadline = Deadline(self._deadline_s)
-        layout: LayoutState = self._group.until(arrived, deadline, "the publishing rank's layout")
+        layout: LayoutState = self._group.until(
+            self._follow.layout, deadline, "the publishing rank's layout"
+        )
         theirs = msgspec.msgpack.decode(
             zlib.decompress(layout.lines), type=list[tuple[str, str, tuple[int, ...]]]
         )
         check_equal(theirs, mine, state.rank, own_rank())
         self._agreed = digests
 
-    def _gather(self, bucket: list[Shard], joined: GatherRound, mine: RankState) -> None:
-        """Take part in gathering a bucket; only the publishing rank keeps the whole tensors."""
-
-        def over() -> WTransferError | None:
-            self._group.check()
-            try:
-                end = self._end_of(joined)
-            except WTransferError as error:
-                return error
-            return None if end is None or end.error is None else end.error.rebuild()
-
-        def torn() -> WTransferError | None:
-            if isinstance(error := over(), PeerLostError):
-                return error
-            state: GatherRound = self._group.heard(PUBLISHER)
-            if state.torn != joined.attempt:
-                return None
-            return EngineError(f"trainer rank {joined.rank} has left the gather on an error")
-
-        def cause(failed: WTransferError) -> WTransferError:
-            why: WTransferError
-            self._group.post(msgspec.structs.replace(mine, error=ErrorInfo.of(failed)))
-            # The publishing rank finds the lost rank and tells all.
-            try:
-                why = self._group.until(over, Deadline(SILENT_S + FLUSH_S), "the round's end")
-            except PeerLostError as gone:
-                why = gone
-            except StallError:
-                why = failed
-            return why
-
-        gather_bucket(bucket, self._thread, self._deadline_s, torn, cause, publishing=joined.rank)
+    def _cause(self, failed: WTransferError) -> WTransferError:
+        """Return why a gather has failed: the publishing rank finds a lost rank and tells all."""
+        self._follow.fail(failed, left=False)
+        return self._thread.found_within(SILENT_S + FLUSH_S, self._follow.over) or failed
 
 
 # -- layout of a tensor over the ranks, and its gather
@@ -861,74 +638,102 @@ def iter_buckets(shards: Iterable[Shard]) -> Iterator[list[Shard]]:
         yield bucket
 
 
-def check_in_step(thread: SerialThread) -> None:
-    """Check that this rank hangs in no earlier gather, which another rank's next gather would end.
-
-    The other rank would get this rank's part of an earlier version.
-
-    Raises:
-        StallError: This rank hangs in an earlier gather.
-    """
-    if (what := thread.given_up()) is not None:
-        raise StallError(
-            f"trainer rank {own_rank()} still hangs in {what}, which was given up{REBUILD}"
-        )
-
-
-def gather_bucket(
-    bucket: list[Shard],
-    thread: SerialThread,
-    timeout_s: float,
-    torn: Callable[[], WTransferError | None],
-    cause: Callable[[WTransferError], WTransferError],
-    *,
-    publishing: int | None = None,
-) -> list[Shard]:
-    """Make the tensors of a bucket whole; all ranks do so at the same time, in the same order.
+class GatherThread:
+    """Makes the gathers of one rank, on a thread of their own, one bucket after the other.
 
     Args:
-        bucket: This rank's parts.
-        thread: Makes the collectives, one bucket after the other.
-        timeout_s: Longest time for the bucket, in seconds.
-        torn: Returns why the collectives may never end: a rank was lost, or has failed there. Any
-            other end of the round waits for its gathers.
-        cause: Returns why the collectives have failed, given the error raised here.
-        publishing: The publishing rank; None: this one. Any other rank gathers the tensors that
-            lie on the publishing rank as well, and keeps none of them.
+        group: The ranks.
     """
-    name = _first_name(bucket)
-    torn_since: Deadline | None = None
 
-    def gather() -> list[Shard]:
-        whole = []
-        for meta, shard in bucket:
-            if publishing is None:
-                whole.append((meta, gathered(meta, shard) if is_sharded(meta) else shard))
-            elif is_sharded(meta) and publishing in ranks_of(meta):
-                gathered(meta, shard)
-        return whole
+    def __init__(self, group: GatherGroup) -> None:
+        self._group = group
+        self._thread = SerialThread("wtransfer-gather")
 
-    def check() -> None:
-        nonlocal torn_since
-        if (error := torn()) is not None:
-            torn_since = torn_since or Deadline(GRACE_S)
-            if torn_since.expired:
-                raise error
+    def check_in_step(self) -> None:
+        """Check that this rank hangs in no earlier gather, which another's next gather would end.
 
-    try:
-        return thread.call(on_callers_stream(gather), f"gathering {name!r}", timeout_s, check)
-    except ClosedError:
-        raise
-    except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        text = f"gathering {name!r} failed on trainer rank {own_rank()}: {what}"
-        ours = error if isinstance(error, WTransferError) else EngineError(text, piece=name)
-        found = cause(ours)
-        if isinstance(found, PeerLostError) and REBUILD not in found.message:
-            found.message += f", while it gathered {name!r}"
-        if REBUILD not in found.message:
-            found.message += REBUILD
-        raise found from (None if found is error else error)
+        The other rank would get this rank's part of an earlier version.
+
+        Raises:
+            StallError: This rank hangs in an earlier gather.
+        """
+        if (what := self._thread.given_up()) is not None:
+            raise StallError(
+                f"trainer rank {own_rank()} still hangs in {what}, which was given up{REBUILD}"
+            )
+
+    def gather(
+        self,
+        bucket: list[Shard],
+        timeout_s: float,
+        broken: Callable[[], WTransferError | None],
+        cause: Callable[[WTransferError], WTransferError],
+        publishing: int | None = None,
+    ) -> list[Shard]:
+        """Make the tensors of a bucket whole; all ranks do so at the same time, in the same order.
+
+        Args:
+            bucket: This rank's parts.
+            timeout_s: Longest time for the bucket, in seconds.
+            broken: Returns why the collectives may never end: a rank was lost, or has failed there.
+                Any other end of the round waits for its gathers.
+            cause: Returns why the collectives have failed, given the error raised here.
+            publishing: The publishing rank; None: this one. Any other rank gathers the tensors that
+                lie on the publishing rank as well, and keeps none of them.
+        """
+        name = _first_name(bucket)
+        gather = on_callers_stream(functools.partial(gathered_bucket, bucket, publishing))
+        broken_since: Deadline | None = None
+
+        def check() -> None:
+            nonlocal broken_since
+            self._group.check()
+            if (error := broken()) is not None:
+                broken_since = broken_since or Deadline(GRACE_S)
+                if broken_since.expired:
+                    raise error
+
+        try:
+            return self._thread.call(gather, f"gathering {name!r}", timeout_s, check)
+        except ClosedError:
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            text = f"gathering {name!r} failed on trainer rank {own_rank()}: {what}"
+            ours = error if isinstance(error, WTransferError) else EngineError(text, piece=name)
+            found = cause(ours)
+            if isinstance(found, PeerLostError) and REBUILD not in found.message:
+                found.message += f", while it gathered {name!r}"
+            if REBUILD not in found.message:
+                found.message += REBUILD
+            raise found from (None if found is error else error)
+
+    def found_within(
+        self, timeout_s: float, find: Callable[[], WTransferError | None]
+    ) -> WTransferError | None:
+        """Return the error that is found in time, or that the store is gone; None: neither."""
+        try:
+            error: WTransferError = self._group.until(find, Deadline(timeout_s), "the cause")
+        except PeerLostError as gone:
+            error = gone
+        except StallError:
+            return None
+        return error
+
+    def stop(self) -> None:
+        """Let the thread end after its gather."""
+        self._thread.stop()
+
+
+def gathered_bucket(bucket: list[Shard], publishing: int | None) -> list[Shard]:
+    """Return the tensors of a bucket whole, on the publishing rank; see `gather_bucket`."""
+    whole = []
+    for meta, shard in bucket:
+        if publishing is None:
+            whole.append((meta, gathered(meta, shard) if is_sharded(meta) else shard))
+        elif is_sharded(meta) and publishing in ranks_of(meta):
+            gathered(meta, shard)
+    return whole
 
 
 def gathered(meta: ParamMeta, shard: torch.Tensor) -> torch.Tensor:
@@ -944,7 +749,7 @@ def gathered(meta: ParamMeta, shard: torch.Tensor) -> torch.Tensor:
             meta.placements,
             run_check=False,
             shape=torch.Size(meta.shape),
-            stride=_strides(meta.shape),
+            stride=torch.empty(meta.shape, device="meta").stride(),
         )
         return whole.full_tensor()
 
@@ -987,24 +792,8 @@ def _shard_shape(meta: ParamMeta) -> tuple[int, ...] | None:
     return tuple(shape)
 
 
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(1, size)
-    return tuple(reversed(strides))
-
-
-def _is_in(state: RankState | None, round_: GatherRound) -> bool:
-    return state is not None and (state.epoch, state.attempt) == (round_.epoch, round_.attempt)
-
-
 def _keys(ranks: Iterable[int]) -> list[str]:
     return [str(rank) for rank in sorted(ranks)]
-
-
-def _takes_part(state: RankState | None, round_: GatherRound) -> bool:
-    return state is not None and _is_in(state, round_) and not state.left
 
 
 def _first_name(shards: list[Shard]) -> str:
