@@ -85,7 +85,7 @@ def test_jobs_of_many_steps_are_whole(side, make_rig, arena_rig, monkeypatch, st
 )
 def test_a_job_is_divided_among_the_threads(make_rig, monkeypatch, num_chunks, num_threads, sizes):
     """As far as it is worth it, and no task is too long."""
-    (whole,) = make_rig(num_blocks=50, num_slots=50).worker._copiers
+    (whole,) = make_rig(num_blocks=50, num_slots=50).worker.links[0].copiers
     monkeypatch.setattr(copier, "SHARE_NBYTES", 4 * whole.chunk_nbytes)
     monkeypatch.setattr(copier, "TASK_NBYTES", 20 * whole.chunk_nbytes)
     blocks = np.arange(num_chunks)

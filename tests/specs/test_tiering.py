@@ -10,9 +10,10 @@ from tier_rig import NUM_BLOCKS, Gate, Rig, key, until
 
 from wtransfer.config import OffloadingConfig
 from wtransfer.errors import BlockNotKeptError, EvictionPolicyError, OffloadingOptionError
-from wtransfer.specs import payoff, tier
+from wtransfer.specs import payoff, tier, tier_link, tier_manager
 from wtransfer.specs.factory import OffloadingSpecFactory
 from wtransfer.specs.interface import GPULoadStoreSpec, LookupResult, ScheduleEndContext
+from wtransfer.specs.manager import CPUOffloadingManager
 from wtransfer.specs.tier import rank_key
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -141,7 +142,7 @@ def test_policy_that_raises_leaves_a_load_without_promotion(rig, put, monkeypatc
     def fail(*_):
         raise EvictionPolicyError("no")
 
-    monkeypatch.setattr(rig.manager._arena, "prepare_store", fail)
+    monkeypatch.setattr(CPUOffloadingManager, "prepare_store", fail)
     assert rig.load([1], [5])
     assert rig.is_right(5, 1)
     assert rig.stats()["blocks_loading"] == 0
@@ -189,7 +190,7 @@ def test_damaged_block_is_a_miss_until_it_is_stored_anew(rig, put, where):
         rig.manager.reset_cache()
         rig.kept[own[1]] = rig.kept[own[1]][:-1] + bytes([rig.kept[own[1]][-1] ^ 1])
     else:
-        rig.workers[0].part.slots[:, 3] ^= 1
+        rig.workers[0].links[0].part.slots[:, 3] ^= 1
     before = rig.content(5)
     assert not rig.load([1, 2], [5, 6])
     assert rig.content(5) == before
@@ -209,7 +210,7 @@ def test_any_damaged_byte_of_the_arena_is_refused(rig, put, where):
     rig.fill(0, 1)
     assert rig.success(rig.submit_store([key(1)], [0])) == [True]
     put(rig, 1)
-    part, before = rig.workers[0].part, rig.content(5)
+    part, before = rig.workers[0].links[0].part, rig.content(5)
     good = part._headers[0].copy(), part.slots[0].copy()
     memory = part._headers if where == "header" else part.slots
     for n in range(memory.shape[1]):
@@ -301,7 +302,7 @@ def test_slow_tier_delays_a_store_that_evicts_once():
         began = time.monotonic()
         for number in range(1, 31):
             assert rig.keep([number])
-        assert time.monotonic() - began < 10 * tier.STALL_S
+        assert time.monotonic() - began < 10 * tier_link.STALL_S
         assert rig.stats()["puts_dropped_total"] >= 4
         rig.tier_cls.gate.set()
         until(lambda: rig.kept)
@@ -330,20 +331,20 @@ def test_blocks_that_wait_to_be_put_are_bounded():
         rig.held.add("put")
         for number in range(40):
             assert rig.keep([number])
-        assert len(rig.workers[0]._to_put) < 15
+        assert rig.stats()["puts_waiting"] < 15
         assert rig.stats()["puts_dropped_total"] > 20
 
 
 @pytest.mark.parametrize("num_slots", [0, 8])
 def test_shutdown_drops_puts_that_have_not_begun(num_slots, monkeypatch):
-    monkeypatch.setattr(tier, "END_S", 20.0)
+    monkeypatch.setattr(tier_link, "END_S", 20.0)
 
     class EndingPut(Gate):
         """A tier whose put ends when those behind it are to be dropped."""
 
         def put(self, key, data):
             super().put(key, data)
-            until(lambda: rig.workers[0]._is_ending)
+            until(lambda: rig.workers[0].links[-1]._is_ending)
 
     with Rig(tier_cls=EndingPut, num_slots=num_slots, num_io_threads=1) as rig:
         context = rig.request()
@@ -351,7 +352,7 @@ def test_shutdown_drops_puts_that_have_not_begun(num_slots, monkeypatch):
         room = rig.manager.prepare_store(keys, context)
         worker = rig.workers[0]
         assert worker.submit_store(99, GPULoadStoreSpec(list(range(8))), room.store_spec)
-        until(lambda: len(worker._to_put) == 7)
+        until(lambda: worker.get_stats()["puts_waiting"] == 7)
         worker.shutdown()
         assert rig.tier_cls.entered["close"] == rig.tier_cls.entered["put"] == 1
 
@@ -588,7 +589,7 @@ def test_option_that_cannot_be_used_is_refused(tmp_path, options, error):
 @pytest.mark.parametrize("seed", range(4))
 def test_successful_loads_are_right_under_random_events(seed, write_back, monkeypatch):
     monkeypatch.setattr(tier, "PAUSE_S", 0.01)
-    monkeypatch.setattr(tier, "FAILED_S", 0.01)
+    monkeypatch.setattr(tier_manager, "FAILED_S", 0.01)
     dice = random.Random(seed)
     num_loads, under_way, free_blocks = 0, [], set(range(NUM_BLOCKS))
 
