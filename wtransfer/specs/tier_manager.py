@@ -118,7 +118,7 @@ class TierLookups:
         known.read = known.read or now
         if not known.hit or self._failed.get(key, 0.0) > now:
             return LookupResult.MISS
-        if self._skip_slow_loads and self.payoff.is_loss():
+        if self._skip_slow_loads and self.payoff.skip():
             self._counts.add("loads_skipped")
             return LookupResult.MISS
         return LookupResult.HIT

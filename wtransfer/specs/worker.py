@@ -12,6 +12,7 @@ the last one may end there (`GPULoadStoreSpec.block_indices`).
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from abc import ABC, abstractmethod
@@ -111,7 +112,7 @@ class Plan:
             raise MalformedJobError("two blocks for one slot")
         return plan
 
-    @property
+    @functools.cached_property
     def used_slots(self) -> Numbers:
         """Slots that the job reads or writes."""
         return self.slots[self.in_arena | self.promoted]
@@ -199,7 +200,7 @@ class Link(ABC):
 
     @abstractmethod
     def share(self, plan: Plan, chunks: Chunks) -> Chunks:
-        """Return those chunks of a job that this link copies; their slots are the link's own.
+        """Return those chunks of a job that this link copies, as `steps` takes them.
 
         Args:
             plan: The job.
@@ -345,7 +346,7 @@ class JobWorker(OffloadingWorker):
         return {**stats, **self._jobs.counts()}
 
     def shutdown(self) -> None:
-        """End within seconds; jobs that have not ended fail, what is on its way to a tier may end.
+        """End within a second, or four with a tier: jobs fail, puts that are under way may end.
 
         Nothing happens at a second call, nor in a forked child. Where a copy or a call hangs, the
         levels are not released: this rank keeps its name and its memory until the process ends, as

@@ -14,7 +14,7 @@ from wtransfer.specs import payoff, tier, tier_link, tier_manager
 from wtransfer.specs.factory import OffloadingSpecFactory
 from wtransfer.specs.interface import GPULoadStoreSpec, LookupResult, ScheduleEndContext
 from wtransfer.specs.manager import CPUOffloadingManager
-from wtransfer.specs.tier import rank_key
+from wtransfer.specs.tier import TierLoadStoreSpec, rank_key
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -294,6 +294,47 @@ def test_evicted_block_of_other_weights_is_not_put():
         rig.keep([3, 4])
         until(lambda: own[1] in rig.kept and own[2] in rig.kept)
         assert set(rig.kept) == {own[1], own[2]}
+
+
+def test_block_that_a_job_evicts_is_put_by_that_jobs_plan():
+    """Also while a later job of its slot is in line, in whose plan nothing is outdated."""
+    with Rig(num_slots=2, num_io_threads=1, write_back=True) as rig:
+
+        def store(number, **more):
+            rig.fill(number, number)
+            job, source = next(rig.jobs), GPULoadStoreSpec([number])
+            place = TierLoadStoreSpec([key(number)], in_arena={0: 0}, **more)
+            assert rig.workers[0].submit_store(job, source, place)
+            return job
+
+        assert rig.success(store(1)) == [True]
+        rig.held.add("get")
+        both = TierLoadStoreSpec([key(1), key(9)], in_arena={0: 0})
+        assert rig.workers[0].submit_load(next(rig.jobs), both, GPULoadStoreSpec([5, 6]))
+        jobs = [store(2, outdated=[0]), store(3)]
+        rig.tier_cls.gate.set()
+        assert [rig.success(job) for job in jobs] == [[True]] * 2
+        until(lambda: own[2] in rig.kept)
+        assert own[1] not in rig.kept
+
+
+BAD_PLANS = {
+    "unknown slot": {"in_arena": {0: 3}},
+    "negative slot": {"in_arena": {0: -1}},
+    "unknown place": {"in_arena": {2: 0}},
+    "unknown slot for what is promoted": {"promoted": {0: 3}},
+}
+
+
+@pytest.mark.parametrize("kind", ["store", "load"])
+@pytest.mark.parametrize("bad", BAD_PLANS)
+def test_plan_that_makes_no_sense_fails(rig, kind, bad):
+    job, cache = next(rig.jobs), GPULoadStoreSpec([5, 6])
+    plan = TierLoadStoreSpec([key(1), key(2)], **BAD_PLANS[bad])
+    sides = (cache, plan) if kind == "store" else (plan, cache)
+    assert getattr(rig.workers[0], f"submit_{kind}")(job, *sides)
+    assert rig.success(job) == [False]
+    assert rig.stats()[f"{kind}s_failed_malformed_total"] == 1
 
 
 def test_slow_tier_delays_a_store_that_evicts_once():
