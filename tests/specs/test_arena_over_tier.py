@@ -165,6 +165,25 @@ def test_block_is_promoted_once_however_many_requests_want_it(rig, put):
     assert rig.tier_cls.entered["get"] == 1
 
 
+def test_load_waits_for_another_one_that_fills_its_slot(rig, put):
+    """Though a manager takes a promoted block for a hit only when its load has ended."""
+    rig.keep([1])
+    put(rig, 1)
+    rig.held.add("get")
+    jobs = [next(rig.jobs) for _ in range(2)]
+    plans = [
+        TierLoadStoreSpec([key(1)], promoted={0: 2}),
+        TierLoadStoreSpec([key(1)], in_arena={0: 2}),
+    ]
+    for block, (job, plan) in enumerate(zip(jobs, plans, strict=True), 5):
+        assert rig.workers[0].submit_load(job, plan, GPULoadStoreSpec([block]))
+    until(lambda: rig.tier_cls.entered["get"])
+    assert not any(map(rig.has_ended, jobs))
+    rig.tier_cls.gate.set()
+    assert [rig.success(job) for job in jobs] == [[True]] * 2
+    assert rig.is_right(6, 1)
+
+
 def test_prefix_that_is_longer_than_the_arena_is_loaded(rig, put):
     for number in range(1, 6):
         rig.keep([number])

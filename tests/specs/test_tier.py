@@ -347,6 +347,18 @@ def test_answer_is_used_once_however_long_the_steps_are(rig, monkeypatch):
         ask()
 
 
+def test_lookup_waits_for_a_tier_that_is_not_late(rig, monkeypatch):
+    now = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    rig.held.add("contains")
+    rig.manager.lookup(key(1), rig.request())
+    while not rig.tier_cls.entered["contains"]:
+        time.sleep(0.001)
+    assert rig.manager.lookup(key(2), rig.request()) is LookupResult.RETRY
+    now[0] += LOOKUP_S + 0.1
+    assert rig.manager.lookup(key(3), rig.request()) is LookupResult.MISS
+
+
 def test_lookup_that_no_thread_answers_is_a_miss(rig, monkeypatch):
     """As in a forked child."""
     monkeypatch.setattr(CopyThreads, "submit", lambda self, call: None)
@@ -446,6 +458,7 @@ def test_store_that_was_given_up_keeps_nothing_of_the_blocks_next_owner(later):
     with Rig(deadline_s=60.0, buffer_bytes=1) as rig:
         (link,) = rig.workers[0].links
         begun, go_on, take_buffer = threading.Event(), threading.Event(), link._take_buffer
+        num_free = rig.stats()["buffers_free"]
 
         def wait_and_take(job_id):
             begun.set()
@@ -463,6 +476,7 @@ def test_store_that_was_given_up_keeps_nothing_of_the_blocks_next_owner(later):
         link._take_buffer = take_buffer
         assert rig.success(rig.submit_store([key(2)], [2])) == [True]
         assert rig.lookup([key(1), key(2)]) == [LookupResult.MISS, LookupResult.HIT]
+        until(lambda: rig.stats()["buffers_free"] == num_free)
 
 
 def test_wait_gives_up_stores_that_find_no_buffer_soon():
