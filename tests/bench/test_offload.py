@@ -80,7 +80,7 @@ def test_tier_stands_beside_its_client(one_thread, tmp_path):
 
 def test_blocks_are_found_though_answers_are_soon_of_no_use(one_thread, tmp_path, monkeypatch):
     setup = SETUP._replace(folder=str(tmp_path))
-    monkeypatch.setattr("wtransfer.specs.tier.FRESH_S", 0.002)
+    monkeypatch.setattr("wtransfer.specs.tier_manager.FRESH_S", 0.002)
     many = {**SMALL, "block_nbytes": 1 << 10, "num_blocks": 256}
     found = tiers.tier_rounds(setup, options={"tier": "file"}, **many)
     assert found["ours-get"][0] > 0

@@ -55,7 +55,7 @@ class TestOffloadingConnector(ConnectorConformance):
     options: ClassVar = {"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": 2**23}
 
     def damage(self, bed):
-        bed.producer.workers[0].side.side._made.part.slots[:, 100] ^= 1
+        bed.producer.workers[0].side.side._made.links[0].part.slots[:, 100] ^= 1
         return True
 
 
@@ -94,7 +94,7 @@ class TestTieringOffloadingSpec(ConnectorConformance):
         monkeypatch.setattr(ConnectorTestBed, "run", run_to_the_end)
 
     def damage(self, bed):
-        bed.producer.workers[0].side.side._made.part.slots[:, 100] ^= 1
+        bed.producer.workers[0].side.side._made.links[0].part.slots[:, 100] ^= 1
         return damage_files(bed.folder)
 
 

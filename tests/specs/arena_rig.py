@@ -102,7 +102,7 @@ class Rig:
         )
         self.spec = CPUOffloadingSpec(self.config)
         self.worker = self.spec.get_worker(self.caches)
-        self.part = self.worker.part
+        self.part = self.worker.links[0].part
         self._ids = itertools.count()
 
     # -- the cache

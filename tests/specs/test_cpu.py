@@ -35,7 +35,7 @@ def hang(make_rig):
         copying.set()
         go_on.wait(20)
 
-    pages = rig.worker._copiers[0].pages
+    pages = rig.worker.links[0].copiers[0].pages
     pages.gather = stand_still
     rig.copying = copying
     yield rig
@@ -198,7 +198,7 @@ def test_wait_names_a_job_without_progress_at_the_deadline(hang, arena_rig):
 
 def test_wait_goes_on_while_a_job_makes_progress(make_rig, arena_rig, later):
     rig = make_rig(deadline_s=60.0, num_copy_threads=1).fill()
-    pages = rig.worker._copiers[0].pages
+    pages = rig.worker.links[0].copiers[0].pages
     gather = pages.gather
 
     def slowly(*arguments):
@@ -213,7 +213,7 @@ def test_wait_goes_on_while_a_job_makes_progress(make_rig, arena_rig, later):
 
 def test_wait_names_a_job_that_hangs_though_others_end(make_rig, arena_rig, later):
     rig = make_rig(deadline_s=60.0).fill()
-    pages = rig.worker._copiers[0].pages
+    pages = rig.worker.links[0].copiers[0].pages
     gather, go_on, stop = pages.gather, threading.Event(), threading.Event()
 
     def hang_at_block_7(mark, blocks, *arguments):
@@ -267,7 +267,7 @@ def test_shutdown_leaves_neither_memory_nor_threads(arena_rig):
 def test_shutdown_fails_jobs_in_flight(make_rig, arena_rig, monkeypatch):
     monkeypatch.setattr("wtransfer.kv.copier.TASK_NBYTES", 1)
     rig = make_rig(num_blocks=64, num_slots=64, num_copy_threads=1).fill()
-    pages = rig.worker._copiers[0].pages
+    pages = rig.worker.links[0].copiers[0].pages
     gather, copying = pages.gather, threading.Event()
 
     def slowly(*arguments):

@@ -71,7 +71,7 @@ def test_without_checksums_headers_are_compared_all_the_same(make_rig, arena_rig
 
 def test_block_stored_without_a_checksum_is_refused_by_a_load_that_verifies(stored, arena_rig):
     """Ranks may come again with another option, and find what there was."""
-    (copier,) = stored.worker._copiers
+    (copier,) = stored.worker.links[0].copiers
     object.__setattr__(copier, "verified", False)
     assert stored.load([5], [3], [arena_rig.key(0)]).success, "one too many does no harm"
     assert stored.store([7], [4], [arena_rig.key(1)]).success
@@ -111,7 +111,7 @@ class Gate:
 @pytest.fixture
 def gate(stored):
     """The rig's pages, stopped; opened at the end."""
-    (copier,) = stored.worker._copiers
+    (copier,) = stored.worker.links[0].copiers
     made = Gate(copier.pages)
     object.__setattr__(copier, "pages", made)
     yield made
@@ -185,7 +185,7 @@ def test_a_copy_that_raises_is_a_failed_job(stored, arena_rig, monkeypatch, capl
     def fail(*_):
         raise OSError("the bus is gone")
 
-    monkeypatch.setattr(stored.worker._copiers[0].pages, "gather", fail)
+    monkeypatch.setattr(stored.worker.links[0].copiers[0].pages, "gather", fail)
     number = stored.submit_store([7], [3], [arena_rig.key(1)])
     assert not stored.result(number).success
     assert stored.failures() == {"stores_failed_error": 1}

@@ -10,4 +10,4 @@ class TestCPUOffloadingSpec(SpecConformance):
     size_option = "cpu_bytes_to_use"
 
     def reach(self, worker, where):
-        return memoryview(worker.part.slots[where.slots[0]])
+        return memoryview(worker.links[0].part.slots[where.slots[0]])

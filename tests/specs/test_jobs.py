@@ -7,6 +7,8 @@ import torch
 from wtransfer.kv import cache_view, copier
 from wtransfer.kv.cache_view import DevicePages
 from wtransfer.kv.copier import Chunks
+from wtransfer.specs.interface import GPULoadStoreSpec
+from wtransfer.specs.tier import TierLoadStoreSpec
 
 CACHES = {
     "one token": {"layers": "even", "page_nbytes": (256,), "num_layers": 2},
@@ -85,7 +87,7 @@ def test_jobs_of_many_steps_are_whole(side, make_rig, arena_rig, monkeypatch, st
 )
 def test_a_job_is_divided_among_the_threads(make_rig, monkeypatch, num_chunks, num_threads, sizes):
     """As far as it is worth it, and no task is too long."""
-    (whole,) = make_rig(num_blocks=50, num_slots=50).worker._copiers
+    (whole,) = make_rig(num_blocks=50, num_slots=50).worker.links[0].copiers
     monkeypatch.setattr(copier, "SHARE_NBYTES", 4 * whole.chunk_nbytes)
     monkeypatch.setattr(copier, "TASK_NBYTES", 20 * whole.chunk_nbytes)
     blocks = np.arange(num_chunks)
@@ -167,6 +169,14 @@ def test_one_slot_for_two_blocks_is_refused(make_rig, arena_rig):
 def test_a_chunk_without_an_end_cannot_be_stored(make_rig, arena_rig):
     rig = make_rig(blocks_per_chunk=4)
     assert not rig.store([1, 2, 3], [0], [arena_rig.key(0)]).success
+    assert rig.failures() == {"stores_failed_malformed": 1}
+
+
+def test_a_block_without_a_slot_is_refused_where_there_is_no_tier(make_rig, arena_rig):
+    rig = make_rig()
+    place = TierLoadStoreSpec([arena_rig.key(0), arena_rig.key(1)], in_arena={0: 3})
+    assert rig.worker.submit_store(7, GPULoadStoreSpec([1, 2]), place)
+    assert not rig.result(7).success
     assert rig.failures() == {"stores_failed_malformed": 1}
 
 

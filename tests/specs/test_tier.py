@@ -18,20 +18,17 @@ from wtransfer.errors import BlockNotKeptError, OffloadingOptionError, PluginTyp
 from wtransfer.kv.cache_view import HostPages
 from wtransfer.kv.header import HEADER_NBYTES
 from wtransfer.specs import tier as tier_module
+from wtransfer.specs import tier_link
 from wtransfer.specs.factory import OffloadingSpecFactory
 from wtransfer.specs.interface import (
     GPULoadStoreSpec,
     LookupResult,
 )
-from wtransfer.specs.tier import (
-    FAILED_S,
-    LOOKUP_S,
-    STALL_S,
-    TierLoadStoreSpec,
-    open_tier,
-    rank_key,
-)
-from wtransfer.specs.tiering import tier_spec
+from wtransfer.specs.jobs import CopyThreads
+from wtransfer.specs.tier import TierLoadStoreSpec, open_tier, rank_key
+from wtransfer.specs.tier_link import STALL_S
+from wtransfer.specs.tier_manager import FAILED_S, LOOKUP_S
+from wtransfer.specs.tier_spec import tier_spec
 from wtransfer.testing.fakes import MemoryTier
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -152,14 +149,14 @@ def test_refused_load_keeps_no_cache_after_shutdown():
     try:
         with Rig() as rig:
             assert rig.success(rig.submit_load([key(1)], [0])) == [False]
-            pages = weakref.ref(rig.workers[0]._copiers[0].pages)
+            pages = weakref.ref(rig.workers[0].links[0].copiers[0].pages)
         assert pages() is None
     finally:
         gc.enable()
 
 
 CANNOT_BE_OPENED = {
-    "no memory": (tier_module, "_Buffers", MemoryError(), "buffer_bytes=134,217,728: there is not"),
+    "no memory": (tier_link, "_Buffers", MemoryError(), "buffer_bytes=134,217,728: there is not"),
     "not registered": (Gate, "register_memory", OffloadingOptionError("no card"), "no card"),
 }
 
@@ -350,9 +347,21 @@ def test_answer_is_used_once_however_long_the_steps_are(rig, monkeypatch):
         ask()
 
 
+def test_lookup_waits_for_a_tier_that_is_not_late(rig, monkeypatch):
+    now = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    rig.held.add("contains")
+    rig.manager.lookup(key(1), rig.request())
+    while not rig.tier_cls.entered["contains"]:
+        time.sleep(0.001)
+    assert rig.manager.lookup(key(2), rig.request()) is LookupResult.RETRY
+    now[0] += LOOKUP_S + 0.1
+    assert rig.manager.lookup(key(3), rig.request()) is LookupResult.MISS
+
+
 def test_lookup_that_no_thread_answers_is_a_miss(rig, monkeypatch):
     """As in a forked child."""
-    monkeypatch.setattr(rig.manager._thread, "submit", lambda call: None)
+    monkeypatch.setattr(CopyThreads, "submit", lambda self, call: None)
     context, clock = rig.request(), time.monotonic
     assert rig.manager.lookup(key(1), context) is LookupResult.RETRY
     monkeypatch.setattr(time, "monotonic", lambda: clock() + LOOKUP_S + 0.1)
@@ -436,7 +445,7 @@ def test_stores_fail_at_once_while_all_buffers_are_held(monkeypatch):
         rig.tier_cls.gate.set()
         assert [rig.success(job) for job in held] == [[True], [True]]
         # From then on they wait for a moment again.
-        monkeypatch.setattr(tier_module, "STALL_S", PATIENCE_S)
+        monkeypatch.setattr(tier_link, "STALL_S", PATIENCE_S)
         rig.tier_cls.gate.clear()
         jobs = [rig.submit_store([key(n)], [n]) for n in range(2, 5)]
         time.sleep(0.05)
@@ -447,15 +456,16 @@ def test_stores_fail_at_once_while_all_buffers_are_held(monkeypatch):
 def test_store_that_was_given_up_keeps_nothing_of_the_blocks_next_owner(later):
     """A step may begin just before its job is given up; the host then reuses the block."""
     with Rig(deadline_s=60.0, buffer_bytes=1) as rig:
-        worker, begun, go_on = rig.workers[0], threading.Event(), threading.Event()
-        take_buffer = worker._take_buffer
+        (link,) = rig.workers[0].links
+        begun, go_on, take_buffer = threading.Event(), threading.Event(), link._take_buffer
+        num_free = rig.stats()["buffers_free"]
 
         def wait_and_take(job_id):
             begun.set()
             go_on.wait(PATIENCE_S)
             return take_buffer(job_id)
 
-        worker._take_buffer = wait_and_take
+        link._take_buffer = wait_and_take
         rig.fill(0, 1)
         job = rig.submit_store([key(1)], [0])
         assert begun.wait(PATIENCE_S)
@@ -463,9 +473,10 @@ def test_store_that_was_given_up_keeps_nothing_of_the_blocks_next_owner(later):
         assert rig.success(job) == [False]
         rig.fill(0, 99)
         go_on.set()
-        worker._take_buffer = take_buffer
+        link._take_buffer = take_buffer
         assert rig.success(rig.submit_store([key(2)], [2])) == [True]
         assert rig.lookup([key(1), key(2)]) == [LookupResult.MISS, LookupResult.HIT]
+        until(lambda: rig.stats()["buffers_free"] == num_free)
 
 
 def test_wait_gives_up_stores_that_find_no_buffer_soon():

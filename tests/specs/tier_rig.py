@@ -22,7 +22,7 @@ from wtransfer.specs.interface import (
 )
 from wtransfer.specs.shared_region import ArenaLayout
 from wtransfer.specs.tier import TierLoadStoreSpec
-from wtransfer.specs.tiering import tier_spec
+from wtransfer.specs.tier_spec import tier_spec
 from wtransfer.testing.fakes import MemoryTier
 
 PAGE, NUM_LAYERS, NUM_BLOCKS = 64, 2, 16
@@ -121,6 +121,7 @@ class Rig:
             self.caches.append(layers)
             self.workers.append(spec.get_worker(CanonicalKVCaches(tensors, [refs])))
         self.manager = spec.get_manager()
+        self.num_slots = num_slots
         self.jobs = itertools.count()
         self.ended = [{} for _ in self.workers]
 
@@ -165,18 +166,23 @@ class Rig:
             assert time.monotonic() < end
             time.sleep(0.001)
 
+    def places(self, keys):
+        """Return the slots from 0 on, or the tier where there is no arena."""
+        slots = range(len(keys)) if self.num_slots else ()
+        return TierLoadStoreSpec(keys, in_arena=dict(enumerate(slots)))
+
     def submit_store(self, keys, blocks, **more):
         job = next(self.jobs)
         for worker in self.workers:
             source = GPULoadStoreSpec(blocks, **more)
-            assert worker.submit_store(job, source, TierLoadStoreSpec(keys))
+            assert worker.submit_store(job, source, self.places(keys))
         return job
 
     def submit_load(self, keys, blocks, **more):
         job = next(self.jobs)
         for worker in self.workers:
             to = GPULoadStoreSpec(blocks, **more)
-            assert worker.submit_load(job, TierLoadStoreSpec(keys), to)
+            assert worker.submit_load(job, self.places(keys), to)
         return job
 
     def has_ended(self, job, rank=0):

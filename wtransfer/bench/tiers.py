@@ -31,7 +31,7 @@ from wtransfer.errors import DigestMismatchError, OffloadingOptionError
 from wtransfer.kv.header import HEADER_NBYTES
 from wtransfer.specs.factory import OffloadingSpecFactory
 from wtransfer.specs.tier import TierOptions, open_tier, rank_key
-from wtransfer.specs.tiering import TieringOffloadingSpec
+from wtransfer.specs.tier_spec import TieringOffloadingSpec
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig, Limits
 from wtransfer.testing.mini_engine.engine import LocalExecutor, make_engine
 from wtransfer.testing.mini_engine.worker import make_worker

@@ -90,6 +90,10 @@ class Chunks:
         keys = list(itertools.compress(self.keys, wanted))
         return Chunks(self.group, self.slots[wanted], keys, self.blocks[wanted])
 
+    def at(self, slots: Numbers) -> Chunks:
+        """Return the chunks in other slots, shape ``(n,)``."""
+        return Chunks(self.group, slots, self.keys, self.blocks)
+
     def split(self, size: int) -> Iterator[Chunks]:
         """Yield the chunks in portions of at most `size`."""
         return (self[start : start + size] for start in range(0, len(self), size))

@@ -20,7 +20,7 @@ from wtransfer.specs.seed_adapter import (
     extra_config_of,
     is_serving_config,
 )
-from wtransfer.specs.tiering import tier_spec
+from wtransfer.specs.tier_spec import tier_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -360,7 +360,7 @@ class Tier(ABC):
     """A store of bytes by key: all that an author writes to keep KV cache somewhere else.
 
     Registered in the group ``wtransfer.specs`` like an offloading spec, and named like one:
-    ``spec_name`` of `OffloadingConnector`. `wtransfer.specs.tier` does the rest: keys (tokens,
+    ``spec_name`` of `OffloadingConnector`. `wtransfer.specs.tier_spec` does the rest: keys (tokens,
     model, weights, layout, rank), header, checksum, threads, deadlines and statistics. So a store
     that loses, truncates, mixes up or flips bytes costs hits, and never makes an answer wrong.
 

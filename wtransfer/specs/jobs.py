@@ -1,8 +1,4 @@
-"""The jobs of a worker: read from what a host submits, cut into steps, and run by threads.
-
-A slot holds a chunk, which is one block of the cache or several. Blocks that follow each other in a
-sequence fill chunk after chunk; the first one of a group may begin in the middle of a chunk, and
-the last one may end there (`GPULoadStoreSpec.block_indices`).
+"""The jobs of a worker: cut into steps, which threads run, in order where they share slots.
 
 Jobs run in order wherever one of them writes to a slot that they share: a job begins when the last
 one that wrote to its slots has ended, and a job that writes, when the last one that read them has,
@@ -20,24 +16,21 @@ import queue
 import sys
 import threading
 import time
-from abc import abstractmethod
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from wtransfer.calls import check_process
 from wtransfer.deadline import Deadline
 from wtransfer.errors import StallError
-from wtransfer.kv.copier import Chunks, RefusedError
-from wtransfer.specs.interface import OffloadingWorker, TransferResult
+from wtransfer.kv.copier import RefusedError
+from wtransfer.specs.interface import TransferResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-    from wtransfer.kv.copier import Copier, Reason
+    from wtransfer.kv.copier import Reason
     from wtransfer.kv.slots import Numbers
-    from wtransfer.specs.interface import GPULoadStoreSpec, LoadStoreSpec
 
     Step = Callable[[], int]
     """Copies some blocks and returns how many bytes; raises RefusedError, or anything."""
@@ -54,70 +47,6 @@ NICENESS = 10
 _COMMIT_S = 0.001
 SHUTDOWN_S = 0.8
 """Time that running steps may still take when the worker is shut down, in seconds."""
-
-
-# -- what a job copies
-
-
-class MalformedJobError(ValueError):
-    """A job whose two sides do not belong together; stays within the worker that was given it."""
-
-
-def chunks_of(
-    cache: Any, kept: Any, num_slots: int, num_blocks: Sequence[int], blocks_per_chunk: int
-) -> list[Chunks]:
-    """Match both sides of a job.
-
-    Args:
-        cache: Blocks of the cache, as a `GPULoadStoreSpec` or vLLM's.
-        kept: Slots and keys, as an `ArenaLoadStoreSpec`.
-        num_slots: Slots that there are.
-        num_blocks: Blocks of each group's cache.
-        blocks_per_chunk: Blocks in a slot.
-
-    Raises:
-        MalformedJobError: The sides do not belong together, or there are no such blocks or slots.
-    """
-    blocks = np.asarray(cache.block_ids, np.int64)
-    slots = np.asarray(kept.slots, np.int64)
-    _check_numbers(slots, num_slots, "slots")
-    if len(kept.keys) != len(slots):
-        raise MalformedJobError(f"{len(kept.keys)} keys for {len(slots)} slots")
-    if not len(cache.group_sizes) == len(cache.block_indices) == len(num_blocks):
-        raise MalformedJobError(
-            f"blocks of {len(cache.group_sizes)} groups; the cache has {len(num_blocks)}"
-        )
-    found, block, slot = [], 0, 0
-    for group, (size, index) in enumerate(zip(cache.group_sizes, cache.block_indices, strict=True)):
-        if not size:
-            continue
-        own = blocks[block : block + size]
-        _check_numbers(own, num_blocks[group], f"blocks of group {group}")
-        grid = _grid(own, int(index), blocks_per_chunk)
-        part = slice(slot, slot + len(grid))
-        found.append(Chunks(group, slots[part], kept.keys[part], grid))
-        block, slot = block + size, slot + len(grid)
-    if (block, slot) != (len(blocks), len(slots)):
-        raise MalformedJobError(
-            f"{len(blocks)} blocks and {len(slots)} slots; {block} blocks fill {slot} slots"
-        )
-    return found
-
-
-def _grid(blocks: Numbers, index: int, blocks_per_chunk: int) -> Numbers:
-    """Return blocks in rows of a chunk each."""
-    skipped = index % blocks_per_chunk
-    num_chunks = -(-(skipped + len(blocks)) // blocks_per_chunk)
-    grid = np.full(num_chunks * blocks_per_chunk, -1, np.int64)
-    grid[skipped : skipped + len(blocks)] = blocks
-    return grid.reshape(num_chunks, blocks_per_chunk)
-
-
-def _check_numbers(numbers: Numbers, limit: int, what: str) -> None:
-    if len(numbers) and (numbers.min() < 0 or numbers.max() >= limit):
-        raise MalformedJobError(
-            f"{what} {numbers.min()} to {numbers.max()}; there are those from 0 to {limit - 1}"
-        )
 
 
 # -- threads
@@ -178,29 +107,21 @@ class Job:
     Args:
         job_id: The host's number for it.
         kind: Direction of its copies.
-        steps: Its steps; at least one.
+        steps: Its steps, each with the threads for it.
         slots: Slots that it uses.
-        pools: Threads for each step; None: those of its kind.
-        written: Slots that it writes to; None: all of a store, none of a load.
+        written: Those of them that it writes to.
     """
 
     def __init__(
         self,
         job_id: int,
         kind: Kind,
-        steps: Sequence[Step],
+        steps: Sequence[tuple[Pool, Step]],
         slots: Numbers,
-        *,
-        pools: Sequence[Pool] | None = None,
-        written: Numbers | None = None,
+        written: Numbers,
     ) -> None:
-        if written is None:
-            written = slots if kind == "store" else slots[:0]
-        self.written = written
-        """Slots that it writes to."""
-        self.job_id, self.kind, self.steps, self.slots = job_id, kind, steps, slots
-        self.pools: Sequence[Pool] = pools or [kind] * len(steps)
-        """Threads for each step."""
+        self.job_id, self.kind, self.steps = job_id, kind, steps
+        self.slots, self.written = slots, written
         self.num_left = len(steps)
         """Steps and further parts that have not ended."""
         self.num_steps_left = len(steps)
@@ -238,7 +159,7 @@ class Jobs:
         deadline_s: Longest time without progress while a caller waits, in seconds.
         give_up_s: Time after which a job fails, in seconds, whatever its steps still do: they use
             the cache within `committing` only. None: a job takes as long as it takes.
-        has_fetches: True if some steps have the pool ``fetch``.
+        pools: Threads that steps have, besides those of stores.
     """
 
     def __init__(
@@ -247,9 +168,9 @@ class Jobs:
         num_slots: int,
         num_threads: int,
         deadline_s: float,
-        give_up_s: float | None = None,
         *,
-        has_fetches: bool = False,
+        give_up_s: float | None = None,
+        pools: Sequence[Pool] = ("load",),
     ) -> None:
         self.num_slots = num_slots
         """As given."""
@@ -259,10 +180,8 @@ class Jobs:
         # Loads have threads of their own: a request waits for them, nothing waits for a store.
         self._threads: dict[Pool, CopyThreads] = {
             "store": CopyThreads("wtransfer-store", num_threads, NICENESS),
-            "load": CopyThreads("wtransfer-load", num_threads),
+            **{pool: CopyThreads(f"wtransfer-{pool}", num_threads) for pool in pools},
         }
-        if has_fetches:
-            self._threads["fetch"] = CopyThreads("wtransfer-fetch", num_threads)
         # Guards everything below. A condition, so that `wait` is notified of every step.
         self._moved = threading.Condition()
         self._open: dict[int, Job] = {}
@@ -284,6 +203,9 @@ class Jobs:
         with self._moved:
             if self._closed or job.job_id in self._open:
                 return False
+            if not job.steps:
+                self._conclude(job)
+                return True
             if self._give_up_s is not None:
                 job.deadline = Deadline(self._give_up_s)
             self._open[job.job_id] = job
@@ -298,7 +220,8 @@ class Jobs:
         Returns:
             True if it was noted, as for `submit`: a running job has one result, its own.
         """
-        failed = Job(job_id, kind, (), np.empty(0, np.int64))
+        no_slots = np.empty(0, np.int64)
+        failed = Job(job_id, kind, (), no_slots, no_slots)
         failed.reason = reason
         with self._moved:
             if self._closed or job_id in self._open:
@@ -453,8 +376,7 @@ class Jobs:
         """Enter a job as the last user of its slots; return how many it must wait for."""
         serial, self._num_jobs = self._num_jobs, self._num_jobs + 1
         job.serial = serial
-        slots = job.slots[job.slots < self.num_slots]
-        written = job.written[job.written < self.num_slots]
+        slots, written = job.slots, job.written
         earlier = np.union1d(self._last_writer[slots], self._last_reader[written]).tolist()
         before = [self._users[each] for each in earlier if each in self._users]
         for each in before:
@@ -466,7 +388,7 @@ class Jobs:
         return job.num_before
 
     def _begin(self, job: Job) -> None:
-        for pool, step in zip(job.pools, job.steps, strict=True):
+        for pool, step in job.steps:
             self._threads[pool].submit(functools.partial(self._run, job, step))
 
     def _run(self, job: Job, step: Step) -> None:
@@ -509,6 +431,8 @@ class Jobs:
     def _end(self, job: Job) -> list[Job]:
         """Note that a job has ended; return those that may begin now."""
         del self._open[job.job_id], self._users[job.serial]
+        # Steps hold the cache, and an error that was logged may hold the job.
+        job.steps = ()
         self._conclude(job)
         for each in job.behind:
             each.num_before -= 1
@@ -521,141 +445,6 @@ class Jobs:
         if job.reason is not None:
             self._counts[f"{job.kind}s_failed_total"] += 1
             self._counts[f"{job.kind}s_failed_{job.reason}_total"] += 1
-
-
-# -- the worker
-
-
-class JobWorker(OffloadingWorker):
-    """A worker that copies by copiers, in jobs. A subclass stores and loads the chunks.
-
-    Args:
-        name: The rank's name, for errors.
-        copiers: For each group of the cache; none after `shutdown`.
-        jobs: Runs the jobs.
-    """
-
-    release_s: float | None = None
-    """Argument of `Jobs.wait`."""
-
-    def __init__(self, name: str, copiers: Sequence[Copier], jobs: Jobs) -> None:
-        self._name, self._copiers, self._jobs = name, tuple(copiers), jobs
-        self._pid = os.getpid()
-
-    def submit_store(
-        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
-    ) -> bool:
-        """Begin to copy blocks of the cache to where they are kept.
-
-        Returns:
-            False after `shutdown`, and while a job of this number runs. A malformed job is begun,
-            and fails.
-
-        Raises:
-            ForkedError: The process is a forked child.
-        """
-        return self._submit(job_id, "store", src_spec, dst_spec)
-
-    def submit_load(
-        self,
-        job_id: int,
-        src_spec: LoadStoreSpec,
-        dst_spec: GPULoadStoreSpec,
-        expedited: bool = False,  # noqa: ARG002  # loads have threads of their own in any case
-    ) -> bool:
-        """Begin to copy blocks into the cache; as `submit_store`."""
-        return self._submit(job_id, "load", dst_spec, src_spec)
-
-    def get_finished(self) -> list[TransferResult]:
-        """Return the jobs that have ended since the last call, each once.
-
-        Raises:
-            ForkedError: The process is a forked child.
-        """
-        check_process(self._pid, type(self).__name__)
-        return self._jobs.finished()
-
-    def wait(self, job_ids: set[int]) -> None:
-        """Wait until these jobs have ended, or are released where `release_s` is set.
-
-        Raises:
-            StallError: The jobs made no progress within the deadline.
-            ForkedError: The process is a forked child.
-        """
-        check_process(self._pid, type(self).__name__)
-        self._jobs.wait(job_ids, self.release_s)
-
-    def get_stats(self) -> Mapping[str, float]:
-        """Return how many jobs, bytes and failures there were, the latter also by reason."""
-        return self._jobs.counts()
-
-    def _num_places(self, kept: Any) -> int:  # noqa: ARG002
-        """Return the number below which a job's slots must be."""
-        return self._jobs.num_slots
-
-    def _refusal(self, kind: Kind, kept: Any, slots: Numbers) -> Reason | None:  # noqa: ARG002
-        """Return why a job fails before it begins; None: it begins."""
-        return None
-
-    def _pool(self, kind: Kind, chunks: Chunks) -> Pool:  # noqa: ARG002
-        """Return the pool of threads for a step."""
-        return kind
-
-    @abstractmethod
-    def _tasks(self, copier: Copier, chunks: Chunks) -> Iterable[Chunks]:
-        """Divide the chunks of a job into steps."""
-
-    @abstractmethod
-    def _store(self, job_id: int, copier: Copier, chunks: Chunks, mark: object) -> int:
-        """Store the chunks of one step; return how many bytes."""
-
-    @abstractmethod
-    def _load(self, job_id: int, copier: Copier, chunks: Chunks, mark: object) -> int:
-        """Load the chunks of one step; return how many bytes."""
-
-    def _submit(self, job_id: int, kind: Kind, cache: GPULoadStoreSpec, kept: Any) -> bool:
-        check_process(self._pid, type(self).__name__)
-        if not self._copiers:
-            return False
-        try:
-            num_blocks = [copier.pages.num_blocks for copier in self._copiers]
-            blocks_per_chunk = self._copiers[0].blocks_per_chunk
-            job_chunks = chunks_of(
-                cache, kept, self._num_places(kept), num_blocks, blocks_per_chunk
-            )
-            slots = np.concatenate([np.empty(0, np.int64), *(each.slots for each in job_chunks)])
-            if kind == "store":
-                if len(np.unique(slots)) != len(slots):
-                    raise MalformedJobError("two blocks for one slot")
-                if any((each.blocks[:, -1] < 0).any() for each in job_chunks):
-                    raise MalformedJobError("a chunk without its last block cannot be stored")
-        except (MalformedJobError, AttributeError, TypeError, ValueError) as error:
-            logger.warning("%s: %s job %d cannot be done: %s", self._name, kind, job_id, error)
-            return self._jobs.fail(job_id, kind, "malformed")
-        if (reason := self._refusal(kind, kept, slots)) is not None:
-            return self._jobs.fail(job_id, kind, reason)
-        steps: list[Step] = []
-        pools: list[Pool] = []
-        for chunks in job_chunks:
-            copier = self._copiers[chunks.group]
-            # The copy comes after all work that the model was given until now.
-            mark = copier.pages.mark()
-            copy = self._store if kind == "store" else self._load
-            for task in self._tasks(copier, chunks):
-                steps.append(functools.partial(copy, job_id, copier, task, mark))
-                pools.append(self._pool(kind, task))
-        # The end of a prefix first: a store that evicts what was used longest ago keeps its head.
-        # A job of no blocks ends like any other.
-        written = slots if kind == "store" else np.asarray(getattr(kept, "fetched", ()), np.int64)
-        job = Job(
-            job_id,
-            kind,
-            steps[::-1] or [lambda: 0],
-            slots,
-            pools=pools[::-1] or None,
-            written=written,
-        )
-        return self._jobs.submit(job)
 
 
 def step_back(niceness: int = NICENESS) -> None:

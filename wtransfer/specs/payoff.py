@@ -45,8 +45,8 @@ class Payoff:
         self._loads.append((seconds, num_blocks))
         self._load_s = sum(each[0] for each in self._loads) / sum(each[1] for each in self._loads)
 
-    def is_loss(self) -> bool:
-        """Return whether loads are to be skipped."""
+    def skip(self) -> bool:
+        """Decide whether to skip a load; after loads that lose, all are for `LEAVE_S`."""
         now = time.monotonic()
         if now < self._left_until:
             return True

@@ -804,7 +804,7 @@ class TierConformance(ConformanceKit):
 
         for number, key in enumerate(keys):
             made.write(number, seed=number)
-            where = TierLoadStoreSpec([key], slots=[number] if arena else None)
+            where = TierLoadStoreSpec([key], in_arena={0: number} if arena else {})
             assert succeeded(made.submit_store([number], where)), "a store has failed"
         own, other_own = (rank_key(key, 0) for key in keys)
         # Blocks are put from the arena a little later.
@@ -831,8 +831,7 @@ class TierConformance(ConformanceKit):
         }
 
         def load(key: OffloadKey, slot: int, block: int) -> bool:
-            slots = [slot] if arena else None
-            where = TierLoadStoreSpec([key], slots=slots, fetched=slots or ())
+            where = TierLoadStoreSpec([key], promoted={0: slot} if arena else {})
             return succeeded(made.submit_load([block], where))
 
         # Bytes of an earlier load, in a buffer or a slot, must not pass for a later block.

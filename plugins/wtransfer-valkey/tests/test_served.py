@@ -77,7 +77,7 @@ def weights():
 def host(weights, monkeypatch):
     """Maker of engines, which are closed with the test."""
     # A machine that is busy turns no hit into a miss.
-    monkeypatch.setattr("wtransfer.specs.tier.LOOKUP_S", PATIENCE_S)
+    monkeypatch.setattr("wtransfer.specs.tier_manager.LOOKUP_S", PATIENCE_S)
     made = []
 
     def make(url, *arguments, **options):
@@ -167,7 +167,7 @@ def test_the_server_is_stopped(host, server):
 def test_no_step_waits_for_a_server_that_is_lost_under_load(host, server, monkeypatch):
     # The client waits for longer than any step may take.
     made = host(server.url, timeout_s=PATIENCE_S, deadline_s=1.0)
-    monkeypatch.setattr("wtransfer.specs.tier.LOOKUP_S", 0.2)
+    monkeypatch.setattr("wtransfer.specs.tier_manager.LOOKUP_S", 0.2)
     prompts = [[number, *PROMPT] for number in range(6)]
     steps = []
 

@@ -19,9 +19,9 @@ TESTS = HERE.parents[1]
 # Nobody's speed decides whether a block is there.
 PATIENT_INSTANCE = """
 import sys
-from wtransfer.specs import tier
+from wtransfer.specs import tier_manager
 from wtransfer.testing.mini_engine.instance import run_instance
-tier.LOOKUP_S = 60.0
+tier_manager.LOOKUP_S = 60.0
 run_instance(sys.argv[1])
 """
 
@@ -77,7 +77,7 @@ def host(drawn):
 @pytest.fixture
 def service(host, drawn, tmp_path, monkeypatch):
     """Maker of services."""
-    monkeypatch.setattr("wtransfer.specs.tier.LOOKUP_S", 60.0)  # as in `PATIENT_INSTANCE`
+    monkeypatch.setattr("wtransfer.specs.tier_manager.LOOKUP_S", 60.0)  # as in `PATIENT_INSTANCE`
 
     def made(stack, block_size, num_blocks, room=None, **limits):
         options = STACKS.room_for(room, block_size, KIT.nbytes_per_block(block_size))

@@ -48,7 +48,7 @@ def make_unreliable(kit, host, drawn):
         ready = [each for each in results if not happens(0.6)]
         for each in ready:
             results.remove(each)
-        slots = worker.part.slots
+        slots = worker.links[0].part.slots
         if happens(0.05):
             slots[drawn.randrange(len(slots))] ^= drawn.randrange(1, 256)
         return ready

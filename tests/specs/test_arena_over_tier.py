@@ -10,10 +10,11 @@ from tier_rig import NUM_BLOCKS, Gate, Rig, key, until
 
 from wtransfer.config import OffloadingConfig
 from wtransfer.errors import BlockNotKeptError, EvictionPolicyError, OffloadingOptionError
-from wtransfer.specs import payoff, tier
+from wtransfer.specs import payoff, tier, tier_link, tier_manager
 from wtransfer.specs.factory import OffloadingSpecFactory
 from wtransfer.specs.interface import GPULoadStoreSpec, LookupResult, ScheduleEndContext
-from wtransfer.specs.tier import rank_key
+from wtransfer.specs.manager import CPUOffloadingManager
+from wtransfer.specs.tier import TierLoadStoreSpec, rank_key
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -141,7 +142,7 @@ def test_policy_that_raises_leaves_a_load_without_promotion(rig, put, monkeypatc
     def fail(*_):
         raise EvictionPolicyError("no")
 
-    monkeypatch.setattr(rig.manager._arena, "prepare_store", fail)
+    monkeypatch.setattr(CPUOffloadingManager, "prepare_store", fail)
     assert rig.load([1], [5])
     assert rig.is_right(5, 1)
     assert rig.stats()["blocks_loading"] == 0
@@ -162,6 +163,25 @@ def test_block_is_promoted_once_however_many_requests_want_it(rig, put):
         assert rig.end_load(*rig.begin_load([1], [block], context))
         assert rig.is_right(block, 1)
     assert rig.tier_cls.entered["get"] == 1
+
+
+def test_load_waits_for_another_one_that_fills_its_slot(rig, put):
+    """Though a manager takes a promoted block for a hit only when its load has ended."""
+    rig.keep([1])
+    put(rig, 1)
+    rig.held.add("get")
+    jobs = [next(rig.jobs) for _ in range(2)]
+    plans = [
+        TierLoadStoreSpec([key(1)], promoted={0: 2}),
+        TierLoadStoreSpec([key(1)], in_arena={0: 2}),
+    ]
+    for block, (job, plan) in enumerate(zip(jobs, plans, strict=True), 5):
+        assert rig.workers[0].submit_load(job, plan, GPULoadStoreSpec([block]))
+    until(lambda: rig.tier_cls.entered["get"])
+    assert not any(map(rig.has_ended, jobs))
+    rig.tier_cls.gate.set()
+    assert [rig.success(job) for job in jobs] == [[True]] * 2
+    assert rig.is_right(6, 1)
 
 
 def test_prefix_that_is_longer_than_the_arena_is_loaded(rig, put):
@@ -189,7 +209,7 @@ def test_damaged_block_is_a_miss_until_it_is_stored_anew(rig, put, where):
         rig.manager.reset_cache()
         rig.kept[own[1]] = rig.kept[own[1]][:-1] + bytes([rig.kept[own[1]][-1] ^ 1])
     else:
-        rig.workers[0].part.slots[:, 3] ^= 1
+        rig.workers[0].links[0].part.slots[:, 3] ^= 1
     before = rig.content(5)
     assert not rig.load([1, 2], [5, 6])
     assert rig.content(5) == before
@@ -209,7 +229,7 @@ def test_any_damaged_byte_of_the_arena_is_refused(rig, put, where):
     rig.fill(0, 1)
     assert rig.success(rig.submit_store([key(1)], [0])) == [True]
     put(rig, 1)
-    part, before = rig.workers[0].part, rig.content(5)
+    part, before = rig.workers[0].links[0].part, rig.content(5)
     good = part._headers[0].copy(), part.slots[0].copy()
     memory = part._headers if where == "header" else part.slots
     for n in range(memory.shape[1]):
@@ -295,13 +315,54 @@ def test_evicted_block_of_other_weights_is_not_put():
         assert set(rig.kept) == {own[1], own[2]}
 
 
+def test_block_that_a_job_evicts_is_put_by_that_jobs_plan():
+    """Also while a later job of its slot is in line, in whose plan nothing is outdated."""
+    with Rig(num_slots=2, num_io_threads=1, write_back=True) as rig:
+
+        def store(number, **more):
+            rig.fill(number, number)
+            job, source = next(rig.jobs), GPULoadStoreSpec([number])
+            place = TierLoadStoreSpec([key(number)], in_arena={0: 0}, **more)
+            assert rig.workers[0].submit_store(job, source, place)
+            return job
+
+        assert rig.success(store(1)) == [True]
+        rig.held.add("get")
+        both = TierLoadStoreSpec([key(1), key(9)], in_arena={0: 0})
+        assert rig.workers[0].submit_load(next(rig.jobs), both, GPULoadStoreSpec([5, 6]))
+        jobs = [store(2, outdated=[0]), store(3)]
+        rig.tier_cls.gate.set()
+        assert [rig.success(job) for job in jobs] == [[True]] * 2
+        until(lambda: own[2] in rig.kept)
+        assert own[1] not in rig.kept
+
+
+BAD_PLANS = {
+    "unknown slot": {"in_arena": {0: 3}},
+    "negative slot": {"in_arena": {0: -1}},
+    "unknown place": {"in_arena": {2: 0}},
+    "unknown slot for what is promoted": {"promoted": {0: 3}},
+}
+
+
+@pytest.mark.parametrize("kind", ["store", "load"])
+@pytest.mark.parametrize("bad", BAD_PLANS)
+def test_plan_that_makes_no_sense_fails(rig, kind, bad):
+    job, cache = next(rig.jobs), GPULoadStoreSpec([5, 6])
+    plan = TierLoadStoreSpec([key(1), key(2)], **BAD_PLANS[bad])
+    sides = (cache, plan) if kind == "store" else (plan, cache)
+    assert getattr(rig.workers[0], f"submit_{kind}")(job, *sides)
+    assert rig.success(job) == [False]
+    assert rig.stats()[f"{kind}s_failed_malformed_total"] == 1
+
+
 def test_slow_tier_delays_a_store_that_evicts_once():
     with Rig(num_slots=1, buffer_bytes=1, num_io_threads=1, write_back=True) as rig:
         rig.held.add("put")
         began = time.monotonic()
         for number in range(1, 31):
             assert rig.keep([number])
-        assert time.monotonic() - began < 10 * tier.STALL_S
+        assert time.monotonic() - began < 10 * tier_link.STALL_S
         assert rig.stats()["puts_dropped_total"] >= 4
         rig.tier_cls.gate.set()
         until(lambda: rig.kept)
@@ -330,20 +391,20 @@ def test_blocks_that_wait_to_be_put_are_bounded():
         rig.held.add("put")
         for number in range(40):
             assert rig.keep([number])
-        assert len(rig.workers[0]._to_put) < 15
+        assert rig.stats()["puts_waiting"] < 15
         assert rig.stats()["puts_dropped_total"] > 20
 
 
 @pytest.mark.parametrize("num_slots", [0, 8])
 def test_shutdown_drops_puts_that_have_not_begun(num_slots, monkeypatch):
-    monkeypatch.setattr(tier, "END_S", 20.0)
+    monkeypatch.setattr(tier_link, "END_S", 20.0)
 
     class EndingPut(Gate):
         """A tier whose put ends when those behind it are to be dropped."""
 
         def put(self, key, data):
             super().put(key, data)
-            until(lambda: rig.workers[0]._is_ending)
+            until(lambda: rig.workers[0].links[-1]._is_ending)
 
     with Rig(tier_cls=EndingPut, num_slots=num_slots, num_io_threads=1) as rig:
         context = rig.request()
@@ -351,7 +412,7 @@ def test_shutdown_drops_puts_that_have_not_begun(num_slots, monkeypatch):
         room = rig.manager.prepare_store(keys, context)
         worker = rig.workers[0]
         assert worker.submit_store(99, GPULoadStoreSpec(list(range(8))), room.store_spec)
-        until(lambda: len(worker._to_put) == 7)
+        until(lambda: worker.get_stats()["puts_waiting"] == 7)
         worker.shutdown()
         assert rig.tier_cls.entered["close"] == rig.tier_cls.entered["put"] == 1
 
@@ -588,7 +649,7 @@ def test_option_that_cannot_be_used_is_refused(tmp_path, options, error):
 @pytest.mark.parametrize("seed", range(4))
 def test_successful_loads_are_right_under_random_events(seed, write_back, monkeypatch):
     monkeypatch.setattr(tier, "PAUSE_S", 0.01)
-    monkeypatch.setattr(tier, "FAILED_S", 0.01)
+    monkeypatch.setattr(tier_manager, "FAILED_S", 0.01)
     dice = random.Random(seed)
     num_loads, under_way, free_blocks = 0, [], set(range(NUM_BLOCKS))
 

@@ -1,0 +1,431 @@
+"""The scheduler's side of a spec over a tier: an arena's manager and look-ups in the tier.
+
+1.  A block is looked up in the arena, then in the tier, there on a thread of its own: `lookup`
+    answers *ask again* until the tier has answered, and *miss* where it takes longer than
+    `LOOKUP_S`. A hit of the tier needs the part of every rank.
+2.  A load takes what the arena has. Any other block is *promoted*, if the arena has room for all of
+    them: the load gets it from the tier and writes it to the cache, and to a slot. Other requests
+    that want it wait for that.
+3.  A store goes to the arena, and from there to the tier; what the arena has no room for goes to
+    the tier alone.
+4.  A key whose load has failed is a miss until it is stored anew, or for `FAILED_S`.
+5.  Loads that take longer than computing their blocks are skipped (`wtransfer.specs.payoff`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, cast
+
+from wtransfer.deadline import Deadline
+from wtransfer.errors import BlockNotKeptError, EvictionPolicyError
+from wtransfer.specs.interface import (
+    LookupResult,
+    OffloadingManager,
+    PrepareStoreOutput,
+    RequestOffloadingContext,
+)
+from wtransfer.specs.jobs import SHUTDOWN_S, CopyThreads
+from wtransfer.specs.manager import CPUOffloadingManager
+from wtransfer.specs.payoff import Payoff
+from wtransfer.specs.tier import Counts, Health, TierLoadStoreSpec, close_tier, rank_key
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+    from wtransfer.config import OffloadingConfig
+    from wtransfer.kv.keys import OffloadKey
+    from wtransfer.specs.interface import OffloadingEvent, ReqContext, ScheduleEndContext, Tier
+    from wtransfer.specs.shared_region import ArenaLoadStoreSpec
+    from wtransfer.specs.tier import TierOptions
+
+logger = logging.getLogger(__name__)
+
+LOOKUP_S = 1.0
+"""Longest wait of a request for an answer of the tier, in seconds."""
+FRESH_S = 0.5
+"""Time after which a request that has used an answer asks the tier again, in seconds."""
+FAILED_S = 30.0
+"""Time for which a key whose load has failed is a miss, unless it is stored anew, in seconds."""
+MAX_OFFERED = 1 << 16
+"""Most keys whose offers are counted; the oldest are forgotten."""
+
+
+# -- look-ups in the tier
+
+
+@dataclasses.dataclass
+class _Answer:
+    """The tier's answer for one key."""
+
+    asked: float
+    """Time at which the tier was asked."""
+    hit: bool | None = None
+    """None: no answer yet."""
+    read: float | None = None
+    """Time of the answer's first use: it ages from then on, as steps may be long."""
+
+
+class _Answers(dict["OffloadKey", _Answer]):
+    """The tier's answers for one request, by key."""
+
+
+class TierLookups:
+    """Looks blocks up in a tier, on a thread; nothing here waits for the tier.
+
+    Args:
+        tier: The tier; this side's own.
+        config: Ranks, whose parts make a block, and tokens of a block.
+        skip_slow_loads: True if blocks are misses that the tier delivers more slowly than the
+            model.
+    """
+
+    def __init__(self, tier: Tier, config: OffloadingConfig, *, skip_slow_loads: bool) -> None:
+        self._tier = tier
+        self._ranks = range(config.parallel.world_size)
+        self._skip_slow_loads = skip_slow_loads
+        self.payoff = Payoff(config.groups[0].tokens_per_block * config.cache.blocks_per_chunk)
+        """Times of the tier's loads, and of computing."""
+        self._health = Health()
+        self._thread = CopyThreads("wtransfer-tier-lookup", 1)
+        self._lock = threading.Lock()
+        self._asked: list[tuple[OffloadKey, _Answer]] = []
+        self._busy_since: float | None = None
+        self._failed: dict[OffloadKey, float] = {}
+        self._counts = Counts()
+        self._pid, self._closed = os.getpid(), False
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Return the tier's answer, *RETRY* until then; a late answer is a miss."""
+        answers, now = self._answers_of(req_context), time.monotonic()
+        known, busy_since = answers.get(key), self._busy_since
+        # A tier that hangs is not asked: the answer would wait behind.
+        is_late = busy_since is not None and now - busy_since > LOOKUP_S
+        if known is not None and known.hit is None:
+            is_late = is_late or now - known.asked > LOOKUP_S
+        if is_late or self._health.is_paused:
+            self._counts.add("lookups_late" if is_late else "lookups_paused")
+            return LookupResult.MISS
+        if known is None or (known.read is not None and now - known.read > FRESH_S):
+            answers[key] = self._ask(key, now)
+            return LookupResult.RETRY
+        if known.hit is None:
+            return LookupResult.RETRY
+        known.read = known.read or now
+        if not known.hit or self._failed.get(key, 0.0) > now:
+            return LookupResult.MISS
+        if self._skip_slow_loads and self.payoff.skip():
+            self._counts.add("loads_skipped")
+            return LookupResult.MISS
+        return LookupResult.HIT
+
+    def was_found(self, key: OffloadKey, req_context: ReqContext) -> bool:
+        """Return whether the tier's last answer to a request was that it has the block."""
+        answer = self._answers_of(req_context).get(key)
+        return answer is not None and bool(answer.hit)
+
+    def is_suspect(self, key: OffloadKey) -> bool:
+        """Return whether a load of the block has failed since it was stored."""
+        return key in self._failed
+
+    def stored(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, *, success: bool
+    ) -> None:
+        """Let the tier be asked again about keys whose store has ended."""
+        answers = self._answers_of(req_context)
+        for key in keys:
+            answers.pop(key, None)
+            if success:
+                self._failed.pop(key, None)
+
+    def suspect(self, keys: Collection[OffloadKey]) -> None:
+        """Let keys be misses for a while: another load may fail like this one."""
+        now = time.monotonic()
+        self._failed = {key: until for key, until in self._failed.items() if until > now}
+        self._failed.update(dict.fromkeys(keys, now + FAILED_S))
+
+    def get_stats(self) -> Mapping[str, float]:
+        """Return how many keys were looked up and found, and how many look-ups failed."""
+        return {**self._tier.get_stats(), **self._counts.numbers(), **self.payoff.numbers()}
+
+    def shutdown(self) -> None:
+        """Close the tier, unless a look-up hangs in it.
+
+        Nothing happens at a second call, nor in a forked child: the tier is its parent's.
+        """
+        if not self._closed and os.getpid() == self._pid:
+            self._closed = True
+            self._thread.stop()
+            if self._thread.join(Deadline(SHUTDOWN_S)):
+                close_tier(self._tier)
+
+    @staticmethod
+    def _answers_of(req_context: ReqContext) -> _Answers:
+        answers = req_context.get_state(_Answers)
+        if answers is None:
+            req_context.set_state(answers := _Answers())
+        return answers
+
+    def _ask(self, key: OffloadKey, now: float) -> _Answer:
+        answer = _Answer(now)
+        with self._lock:
+            self._asked.append((key, answer))
+            is_first = len(self._asked) == 1
+        # One call for all keys that are asked until the thread comes to it.
+        if is_first:
+            self._thread.submit(self._answer)
+        return answer
+
+    def _answer(self) -> None:
+        self._busy_since = time.monotonic()
+        with self._lock:
+            asked, self._asked = self._asked, []
+        keys = [rank_key(key, rank) for key, _ in asked for rank in self._ranks]
+        found = [False] * len(keys)
+        try:
+            if not self._closed:
+                found = [bool(each) for each in self._tier.contains(keys)]
+            if len(found) != len(keys):
+                raise ValueError(f"contains() of {len(keys)} keys returned {len(found)} answers")
+            self._health.ended(success=True)
+        except BaseException as error:
+            self._counts.fail("lookup_failures", type(error).__name__, error)
+            self._health.ended(success=False)
+            found = [False] * len(keys)
+        step = len(self._ranks)
+        for number, (_, answer) in enumerate(asked):
+            answer.hit = all(found[number * step : (number + 1) * step])
+        self._busy_since = None
+        self._counts.add("lookups", len(asked))
+        self._counts.add("lookup_hits", sum(bool(answer.hit) for _, answer in asked))
+
+
+# -- the manager
+
+
+@dataclasses.dataclass
+class _Load:
+    """Sources of the blocks of a load."""
+
+    pinned: list[OffloadKey]
+    """Blocks from the arena."""
+    got: list[OffloadKey]
+    """Blocks from the tier."""
+    promoted: list[OffloadKey] = dataclasses.field(default_factory=list)
+    """Blocks from the tier that are copied to the arena as well."""
+    success: bool = True
+    """False: it has failed on a rank."""
+    began: float = dataclasses.field(default_factory=time.monotonic)
+    """Time at which it was prepared."""
+
+
+class TierManager(OffloadingManager):
+    """Decides which blocks are in the arena, and asks the tier for the others.
+
+    Made by `TieringOffloadingSpec.get_manager`.
+
+    Args:
+        tier: The tier; this side's own.
+        config: Ranks, whose parts make a block, and tokens of a block.
+        options: Rules when to store, and when to load.
+        arena: Manager of the slots of the arena over the tier; None: there is none.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        config: OffloadingConfig,
+        options: TierOptions,
+        arena: CPUOffloadingManager | None = None,
+    ) -> None:
+        self._tier = TierLookups(tier, config, skip_slow_loads=options.skip_slow_loads)
+        # In the place of none an arena without slots: it has no block, and room for none.
+        self._arena = CPUOffloadingManager(0) if arena is None else arena
+        self._has_arena = arena is not None
+        self._store_threshold = options.store_threshold
+        self._num_offers: dict[OffloadKey, int] = {}
+        # Loads that are under way, by request and keys.
+        self._loads: dict[tuple[str, tuple[OffloadKey, ...]], _Load] = {}
+        # Blocks on their way to the tier alone, and blocks on their way from it to the arena.
+        self._storing: set[OffloadKey] = set()
+        self._promoting: set[OffloadKey] = set()
+        # Number of changes of the weights, and by slot that number when a block was given the slot.
+        self._num_changes, self._changes_at = 0, dict[int, int]()
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Ask for the blocks that a request computes."""
+        return self._arena.on_new_request(req_context)
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Look up a block in the arena, then in the tier; *RETRY* while it is promoted."""
+        if key in self._promoting:
+            return LookupResult.RETRY
+        found = self._arena.lookup(key, req_context)
+        return self._tier.lookup(key, req_context) if found is LookupResult.MISS else found
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Note that blocks are in use."""
+        self._arena.touch(keys, req_context)
+
+    def prepare_load(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> TierLoadStoreSpec:
+        """Pin blocks of the arena, and make room for those of the tier.
+
+        In the tier nothing is pinned: a block that it loses fails its load.
+
+        Raises:
+            BlockNotKeptError: A block was no hit; nothing is pinned then.
+        """
+        arena, load = self._arena, _Load([], [])
+        for key in keys:
+            is_hit = arena.lookup(key, req_context) is LookupResult.HIT
+            (load.pinned if is_hit else load.got).append(key)
+        for key in load.got:
+            if not self._tier.was_found(key, req_context):
+                raise BlockNotKeptError(f"The block {key.hex()} is no hit; look it up first.")
+        # Pinned before room is made, which could evict them.
+        pinned = arena.prepare_load(load.pinned, req_context)
+        try:
+            room = arena.prepare_store(load.got, req_context)
+        except EvictionPolicyError:
+            logger.exception("nothing is promoted")
+            room = None
+        promoted = {} if room is None else _slots_of(room)
+        load.promoted = list(promoted)
+        self._promoting.update(promoted)
+        self._loads[req_context.req_id, tuple(keys)] = load
+        return TierLoadStoreSpec(
+            list(keys),
+            in_arena=_by_place(keys, dict(zip(load.pinned, pinned.slots, strict=True))),
+            promoted=_by_place(keys, promoted),
+            outdated=self._take(promoted.values()),
+        )
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Unpin blocks, make promoted blocks hits, and record the duration of the load."""
+        load = self._loads.pop((req_context.req_id, tuple(keys)), None)
+        if load is None:
+            return  # it had ended before, or never begun
+        if load.got:
+            self._tier.payoff.end(len(load.got) if load.success else 0, load.began)
+        self._arena.complete_load(load.pinned, req_context)
+        self._arena.complete_store(load.promoted, req_context, load.success)
+        self._promoting.difference_update(load.promoted)
+
+    def load_failed(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, suspect: bool
+    ) -> bool:
+        """Let suspect keys be misses for a while."""
+        if (load := self._loads.get((req_context.req_id, tuple(keys)))) is not None:
+            load.success = False
+            # Blocks from the arena are whole, as far as is known: a load of those alone would tell.
+            keys = load.got or keys
+        if suspect:
+            self._arena.forget(keys)
+            self._tier.suspect(keys)
+        return True
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        """Make room in the arena; where there is none, blocks go to the tier alone.
+
+        To the tier goes none that this request has found there.
+        """
+        arena, tier = self._arena, self._tier
+        wanted = [key for key in self._count_offers(keys) if key not in self._storing]
+        room = arena.prepare_store(wanted, req_context)
+        if room is None:
+            slots: dict[OffloadKey, int] = {}
+            taken = [
+                key
+                for key in wanted
+                if key not in arena
+                and (tier.is_suspect(key) or not tier.was_found(key, req_context))
+            ]
+            self._storing.update(taken)
+        else:
+            slots = _slots_of(room)
+            taken = list(slots)
+        spec = TierLoadStoreSpec(
+            taken,
+            in_arena=_by_place(taken, slots),
+            outdated=self._take(slots.values()),
+            # A load ends at the first damaged block: the blocks behind it are there, unverified.
+            rewritten=[key for key in taken if tier.is_suspect(key)],
+        )
+        return PrepareStoreOutput(taken, spec, [] if room is None else room.evicted_keys)
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        """Make stored blocks hits, or forget them; the tier is asked again about them."""
+        in_arena = [key for key in keys if key not in self._storing]
+        self._arena.complete_store(in_arena, req_context, success)
+        self._storing.difference_update(keys)
+        self._tier.stored(keys, req_context, success=success)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Order the request's blocks: its tail is evicted before its head."""
+        self._arena.on_request_finished(req_context)
+
+    def weights_changed(self) -> None:
+        """Evict present blocks first from now on, without putting them into the tier."""
+        self._num_changes += 1
+        self._arena.weights_changed()
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Return the events in the arena since the last call."""
+        return self._arena.take_events()
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Record the model's time per token."""
+        self._tier.payoff.computed(context.seconds_per_token)
+
+    def reset_cache(self) -> bool:
+        """Empty the arena; return False: other instances share the tier, its blocks stay."""
+        self._arena.reset_cache()
+        return False
+
+    def get_stats(self) -> Mapping[str, float]:
+        """Return the numbers of the arena, if there is one, and of the tier."""
+        of_arena = self._arena.get_stats() if self._has_arena else {}
+        return {**of_arena, **self._tier.get_stats()}
+
+    def shutdown(self) -> None:
+        """Empty the arena, and close the tier. A second call does nothing."""
+        self._arena.shutdown()
+        self._tier.shutdown()
+
+    def _take(self, slots: Iterable[int]) -> list[int]:
+        """Note that slots have new blocks; return those whose former block is of other weights."""
+        now, at = self._num_changes, self._changes_at
+        outdated = [slot for slot in slots if at.get(slot, now) != now]
+        at.update(dict.fromkeys(slots, now))
+        return outdated
+
+    def _count_offers(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
+        """Return the keys that were offered often enough, none twice."""
+        unique = list(dict.fromkeys(keys))
+        least, offers = self._store_threshold, self._num_offers
+        if least == 1:
+            return unique
+        for key in unique:
+            offers[key] = offers.pop(key, 0) + 1
+        while len(offers) > MAX_OFFERED:
+            del offers[next(iter(offers))]
+        return [key for key in unique if offers.get(key, 0) >= least]
+
+
+def _slots_of(room: PrepareStoreOutput) -> dict[OffloadKey, int]:
+    slots = cast("ArenaLoadStoreSpec", room.store_spec).slots
+    return dict(zip(room.keys_to_store, slots, strict=True))
+
+
+def _by_place(keys: Iterable[OffloadKey], slots: Mapping[OffloadKey, int]) -> dict[int, int]:
+    return {place: slots[key] for place, key in enumerate(keys) if key in slots}
