@@ -80,7 +80,7 @@ class SubConnectorOptions(msgspec.Struct):
     kv_connector: Annotated[str, msgspec.Meta(min_length=1)]
 
 
-class MultiOptions(msgspec.Struct, forbid_unknown_fields=True):
+class MultiOptions(msgspec.Struct, kw_only=True):
     """Options of ``MultiConnector``."""
 
     connectors: Annotated[list[SubConnectorOptions], msgspec.Meta(min_length=1)]
@@ -587,6 +587,7 @@ class MultiConnector(KVConnectorBase_V1):
     scheduler_cls = MultiScheduler
     worker_cls = MultiWorker
     names_weights = True
+    options_cls = MultiOptions
     example_options: ClassVar[Mapping[str, Any]] = {
         "connectors": [
             {

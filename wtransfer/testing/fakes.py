@@ -271,9 +271,18 @@ class MemoryTierWorker(OffloadingWorker):
         return TransferResult(job_id, success, job.result() if success else 0)
 
 
+@dataclass(kw_only=True)
+class MemoryOptions:
+    """Options of the spec."""
+
+    memory_bytes_to_use: int
+    """Memory of each rank."""
+
+
 class MemorySpec(OffloadingSpec):
     """Keep as many blocks as fit into ``memory_bytes_to_use``."""
 
+    options_cls = MemoryOptions
     manager_cls: type[CPUOffloadingManager] = CPUOffloadingManager
     """The scheduler's side."""
     worker_cls: type[MemoryTierWorker] = MemoryTierWorker
@@ -282,7 +291,7 @@ class MemorySpec(OffloadingSpec):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         chunk_nbytes = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk
-        self._num_slots = int(config.extra_config["memory_bytes_to_use"]) // chunk_nbytes
+        self._num_slots = self.options.memory_bytes_to_use // chunk_nbytes
         self._manager: CPUOffloadingManager | None = None
         self._worker: MemoryTierWorker | None = None
 
@@ -304,13 +313,22 @@ class MemorySpec(OffloadingSpec):
 # -- tier
 
 
+@dataclass(kw_only=True)
+class MemoryTierOptions:
+    """Options of the tier."""
+
+    shelf: str = ""
+    """Key in this process's dictionary of stores."""
+
+
 class MemoryTier(Tier):
     """Keep bytes in this process, under the option ``shelf``."""
 
+    options_cls = MemoryTierOptions
     shelves: ClassVar[defaultdict[str, dict[bytes, bytes]]] = defaultdict(dict)
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self.kept = self.shelves[options.get("shelf", "")]
+    def __init__(self, options: MemoryTierOptions) -> None:
+        self.kept = self.shelves[options.shelf]
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether a value is kept."""
@@ -372,9 +390,8 @@ class MemoryScheduler(ConnectorScheduler):
     def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
         super().__init__(config, kv_cache_config)
         self.instance = Instance.of(config)
-        options = config.kv_transfer_config.kv_connector_extra_config
-        self.shelf = SHELVES[options["shelf"]]
-        self.outlasts = bool(options.get("outlasts", False))
+        self.shelf = SHELVES[self.options.shelf]
+        self.outlasts = self.options.outlasts
         self.fence = SchedulerFence(self.instance.num_ranks)
         self.naming = BlockNaming(self.instance.block_size, self.instance.root)
         self.progress = TrackedRequests()
@@ -479,9 +496,8 @@ class MemoryWorker(ConnectorWorker):
 
     def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
         super().__init__(config, kv_cache_config)
-        options = config.kv_transfer_config.kv_connector_extra_config
-        self.shelf = SHELVES[options["shelf"]]
-        self.outlasts = bool(options.get("outlasts", False))
+        self.shelf = SHELVES[self.options.shelf]
+        self.outlasts = self.options.outlasts
         self.rank = Instance.of(config).rank
         self.fence = WorkerFence(self.rank)
         self.caches: Mapping[str, torch.Tensor] = {}
@@ -592,9 +608,20 @@ class MemoryWorker(ConnectorWorker):
         )
 
 
+@dataclass(kw_only=True)
+class MemoryConnectorOptions:
+    """Options of the connector."""
+
+    shelf: str
+    """Key in `SHELVES`."""
+    outlasts: bool = False
+    """True if loads end in a later step."""
+
+
 class MemoryConnector(KVConnectorBase_V1):
     """Keep blocks under ``shelf``; with ``outlasts``, loads end in a later step."""
 
+    options_cls = MemoryConnectorOptions
     scheduler_cls = MemoryScheduler
     worker_cls = MemoryWorker
     names_weights = True

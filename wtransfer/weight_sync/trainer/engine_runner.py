@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from wtransfer.calls import Call, SerialThread, forget_frames
+from wtransfer.config import decode_options
 from wtransfer.engines.border import UNBLOCK_GRACE_S, call_engine, guarded, shut_down_apart
 from wtransfer.engines.factory import WeightTransferTrainerFactory, listen
 from wtransfer.errors import (
@@ -241,13 +242,8 @@ class EngineRunner:
         self.source = DigestingSource(
             source, getattr(cls, "digest_algorithm", "xxh3-128"), screen=screen
         )
-        try:
-            self._info = cls.init_info_cls(**options)
-        except (TypeError, ValueError) as error:
-            fields = ", ".join(getattr(cls.init_info_cls, "__dataclass_fields__", {})) or "none"
-            raise ValueError(
-                f"Invalid options for {cls.__name__}: {error}; it has the fields: {fields}"
-            ) from error
+        name = f"Invalid options for {cls.__name__}"
+        self._info = decode_options(options, cls.init_info_cls, ValueError, name)
         self._engine: Any = None
         self._lock = threading.Lock()
         self._thread = SerialThread("wtransfer-engine")
