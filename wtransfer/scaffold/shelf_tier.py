@@ -1,4 +1,4 @@
-"""Tier `$name`: KV cache in files of a shared folder."""
+"""Tier `shelf-tier`: KV cache in files of a shared folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Options:
     """Where the files are; every process has to see it."""
 
 
-class $cls(Tier):
+class ShelfTier(Tier):
     """Keep each value in a file of its own."""
 
     options_cls = Options

@@ -1,4 +1,4 @@
-"""KV connector `$name`: blocks of KV cache as files in a folder that instances share."""
+"""KV connector `shelf-connector`: blocks of KV cache as files in a folder that instances share."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 
 from wtransfer import KVConnectorBase_V1, Tier
 from wtransfer.connectors.interface import ConnectorScheduler, ConnectorWorker, KVConnectorMetadata
-from wtransfer.connectors.tracked_requests import TrackedRequests, only_group
 from wtransfer.connectors.serving_config import Instance
+from wtransfer.connectors.tracked_requests import TrackedRequests, only_group
 from wtransfer.kv.header import CHECKSUM_NBYTES, checksum
 from wtransfer.kv.keys import hash_blocks
 
@@ -37,7 +37,7 @@ class Step(KVConnectorMetadata):
     saves: list[tuple[str, int]] = field(default_factory=list)
 
 
-class ${cls}Scheduler(ConnectorScheduler):
+class ShelfConnectorScheduler(ConnectorScheduler):
     """Look blocks up by name, and plan loads and saves."""
 
     def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
@@ -97,7 +97,7 @@ class ${cls}Scheduler(ConnectorScheduler):
         return all((self.folder / f"{name}.{n}").exists() for n in range(self.instance.num_ranks))
 
 
-class ${cls}Worker(ConnectorWorker):
+class ShelfConnectorWorker(ConnectorWorker):
     """Copy blocks between the caches of one rank and its files."""
 
     def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
@@ -166,11 +166,11 @@ class ${cls}Worker(ConnectorWorker):
         return True
 
 
-class $cls(KVConnectorBase_V1):
+class ShelfConnector(KVConnectorBase_V1):
     """The connector: names its two sides, which live in different processes."""
 
-    scheduler_cls = ${cls}Scheduler
-    worker_cls = ${cls}Worker
+    scheduler_cls = ShelfConnectorScheduler
+    worker_cls = ShelfConnectorWorker
     options_cls = Options
     example_options: ClassVar[Mapping[str, Any]] = {"folder": "/mnt/kv"}
 
