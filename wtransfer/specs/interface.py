@@ -599,6 +599,7 @@ class OffloadingSpec(ABC):
                 self.extra_config.get("block_size", self.gpu_block_size)
             )
             """Tokens per block that is kept."""
+        # An adapter has those of the spec that it adapts.
         if "options" not in vars(self):
             own = options_of_spec(self.extra_config)
             self.options = backend_options(type(self), own, OffloadingOptionError)
