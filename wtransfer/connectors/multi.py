@@ -84,6 +84,7 @@ class MultiOptions(msgspec.Struct, kw_only=True):
     """Options of ``MultiConnector``."""
 
     connectors: Annotated[list[SubConnectorOptions], msgspec.Meta(min_length=1)]
+    """Fields of each sub-connector; the first that has a prefix loads it, and all save."""
 
 
 def sub_connector_fields(options: Mapping[str, Any]) -> list[Mapping[str, Any]]:
