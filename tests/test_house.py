@@ -32,9 +32,10 @@ FLOORS = [
     {"specs"},
     {"connectors"},
     {"metrics", "tracing"},
+    {"scaffold"},
     {"testing"},
     {"demo", "bench"},
-    {"scaffold", "commands"},
+    {"commands"},
     {"cli", "__main__"},
 ]
 """Who may import whom, for types as well: a room those below it, and its own."""

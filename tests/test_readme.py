@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from wtransfer import scaffold
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
 CONNECTORS = (ROOT / "wtransfer/connectors/README.md").read_text("utf-8")
@@ -114,10 +116,8 @@ def test_every_kv_configuration_computes_what_could_not_be_loaded(guide):
         assert config.get("kv_load_failure_policy") == "recompute", config
 
 
-# What the guides for authors show whole.
+# The backends that the guides for authors show.
 SERVED = """
-import sys
-sys.path.insert(0, {folder!r})
 from wtransfer.testing.mini_engine.config import EngineConfig
 from wtransfer.testing.mini_engine.engine import make_engine
 
@@ -128,33 +128,41 @@ with make_engine(config) as engine:
     engine.scheduler.pool.reset()
     print(engine.generate([prompt], 4) == first, engine.scheduler.counts["tokens_loaded"])
 """
+
+
+def of_spec(name, **options):
+    module = f"wtransfer.scaffold.{name}"
+    return None, {"spec_module_path": module, **options}
+
+
 EXAMPLES = {
-    "connectors": ("shelf_connector", "ShelfConnector", {}),
-    "specs": (
-        "shelf_spec",
-        "OffloadingConnector",
-        {"spec_name": "ShelfSpec", "spec_module_path": "shelf_spec", "shelf_bytes": 1 << 22},
-    ),
+    "ShelfConnector": ("wtransfer.scaffold.shelf_connector", {"folder": ""}),
+    "ShelfTier": of_spec("shelf_tier", spec_name="ShelfTier", folder=""),
+    "MemorySpec": of_spec("memory_spec", spec_name="MemorySpec", memory_bytes_to_use=1 << 22),
 }
 
 
-def write_example(kind, folder):
-    """Write the whole backend that a guide shows; return its module."""
-    module = EXAMPLES[kind][0]
-    text = (ROOT / "wtransfer" / kind / "README.md").read_text("utf-8")
-    (folder / f"{module}.py").write_text(example(f"{module}.py", text), "utf-8")
-    return module
-
-
-@pytest.mark.parametrize("kind", EXAMPLES)
-def test_the_backend_of_the_guide_serves(kind, run_program, tmp_path):
-    module, connector, options = EXAMPLES[kind]
-    write_example(kind, tmp_path)
-    (tmp_path / "kv").mkdir()
-    options = options or {"folder": str(tmp_path / "kv")}
-    values = {"connector": connector, "module": None if "Off" in connector else module}
-    program = run_program(SERVED.format(folder=str(tmp_path), options=options, **values))
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_backend_of_the_guide_serves(name, run_program, tmp_path):
+    module, options = EXAMPLES[name]
+    options = {k: str(tmp_path) if k == "folder" else v for k, v in options.items()}
+    connector = name if module else "OffloadingConnector"
+    served = SERVED.format(connector=connector, module=module, options=options)
+    program = run_program(served)
     assert (program.wait(60), program.out()) == (0, "True 64\n"), program.err()
+
+
+@pytest.mark.parametrize("room", ["engines", "connectors", "specs"])
+def test_parts_of_code_in_a_guide_are_those_of_a_new_distribution(room, tmp_path):
+    texts = []
+    for kind, name in scaffold.EXAMPLES.items():
+        written = scaffold.create(kind, name, tmp_path / kind)
+        texts += [path.read_text("utf-8") for path in written if path.suffix == ".py"]
+    guide = (ROOT / "wtransfer" / room / "README.md").read_text("utf-8")
+    blocks = re.findall(r"```python\n# [\w/]+\.py, in part\n(.*?)```", guide, re.DOTALL)
+    parts = [p.strip("\n") for each in blocks for p in re.split(r" *# \.\.\.\n", each)]
+    assert parts
+    assert [part for part in parts if not any(part in text for text in texts)] == []
 
 
 def test_the_mini_engine_of_the_guide_loads_what_it_has_kept(run_program, tmp_path):
@@ -208,37 +216,6 @@ def test_the_engine_of_the_guide_passes_its_kit(drop_engine):
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=drop_engine, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-KIT = """
-from {module} import {backend}
-from wtransfer.testing.{room} import {kit}
-
-class TestGuide({kit}):
-    {room}_cls = {backend}
-    in_processes, is_shared, size_option = False, True, "shelf_bytes"
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "backend", "kit"),
-    [
-        ("connectors", "ShelfConnector", "ConnectorConformance"),
-        ("specs", "ShelfSpec", "SpecConformance"),
-    ],
-)
-def test_the_backend_of_the_guide_passes_its_kit(kind, backend, kit, tmp_path):
-    module = write_example(kind, tmp_path)
-    text = (ROOT / "wtransfer" / kind / "README.md").read_text("utf-8")
-    shown = rf"class Test{backend}\({kit}\):\n.*?\n\n(    def .*?)```"
-    (hooks,) = re.findall(shown, text, re.DOTALL)
-    code = KIT.format(module=module, backend=backend, kit=kit, room=kind[:-1])
-    (tmp_path / "test_guide.py").write_text(f"{code}\n{hooks}", "utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    assert "NOT TESTED" not in done.stdout
 
 
 def test_readme_holds_exactly_two_set_up_commands():

@@ -26,6 +26,7 @@ GUIDES = [
     ROOT / "README.md",
     *PACKAGE.rglob("*/README.md"),
     *PACKAGE.glob("scaffold/**/*.template"),
+    *PACKAGE.glob("scaffold/*_*.py"),
 ]
 VARIABLE = re.compile(r"(?:WTRANSFER|VLLM_USE)_[A-Z0-9_]+")
 

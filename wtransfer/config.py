@@ -6,14 +6,32 @@ objects can be handed in unchanged.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import logging
+import os
+import pkgutil
 import threading
+import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Protocol,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+    runtime_checkable,
+)
 
 from wtransfer.errors import OffloadingOptionError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -190,6 +208,8 @@ class OffloadingConfig:
 TOptions = TypeVar("TOptions")
 
 _converting = threading.Lock()
+# Classes of backends that were warned of.
+_undeclared: weakref.WeakSet[type[Any]] = weakref.WeakSet()
 
 
 def convert_options(options: Mapping[str, Any], cls: type[TOptions]) -> TOptions:
@@ -205,6 +225,116 @@ def convert_options(options: Mapping[str, Any], cls: type[TOptions]) -> TOptions
 
     with _converting:
         return msgspec.convert(dict(options), cls)
+
+
+def backend_options(cls: Any, options: Mapping[str, Any], error_cls: type[Exception]) -> Any:
+    """Return options as the constructor of a backend gets them.
+
+    Args:
+        cls: The backend. Its ``options_cls`` is the class of the options, or its path. A tuple of
+            them, each of which reads its own part: the backend gets the mapping. Without any it
+            gets the mapping, too, and is warned of, once.
+        options: The user's options.
+        error_cls: As for `decode_options`.
+
+    Raises:
+        Exception: As for `decode_options`.
+    """
+    declared = cls.options_cls
+    if declared and not isinstance(declared, tuple):
+        options_cls = pkgutil.resolve_name(declared) if isinstance(declared, str) else declared
+        name = f"kv_connector_extra_config of {cls.__name__}"
+        return decode_options(options, options_cls, error_cls, name)
+    if options and not declared and cls not in _undeclared:
+        _undeclared.add(cls)
+        logger.warning(
+            "%s.%s has no options_cls: its options (%s) are not checked. Set options_cls to a "
+            "dataclass or msgspec.Struct that has them as fields",
+            cls.__module__,
+            cls.__qualname__,
+            ", ".join(options),
+        )
+    return options
+
+
+def decode_options(
+    options: Mapping[str, Any],
+    cls: type[TOptions],
+    error_cls: type[Exception],
+    name: str,
+    *,
+    strict: bool = True,
+) -> TOptions:
+    """Return options as an object of the class that declares them.
+
+    Args:
+        options: Values by name.
+        cls: A dataclass, or a `msgspec.Struct`. A value whose field has a type that msgspec does
+            not know is left to the constructor.
+        error_cls: Class of the error.
+        name: Name of the options, which begins the error.
+        strict: False: a text is read as the field's type, as those of a command line are.
+
+    Raises:
+        Exception: Of `error_cls`; an option is unknown, missing, of another type, or refused by
+            the constructor. The text has the names and types of all options.
+    """
+    types, required = _fields_of(cls)
+    unknown = next((each for each in options if each not in types), None)
+    missing = next((each for each in required if each not in options), None)
+    try:
+        if unknown is not None:
+            raise ValueError(f"unknown field `{unknown}`")
+        if missing is not None:
+            raise ValueError(f"missing required field `{missing}`")
+        return cls(**{k: _converted(k, v, types[k], strict) for k, v in options.items()})
+    except (TypeError, ValueError) as error:
+        there_are = ", ".join(f"{each} ({_type_name(hint)})" for each, hint in types.items())
+        raise error_cls(f"{name}: {error}; the options are {there_are or 'none'}") from error
+
+
+def _fields_of(cls: type[Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the types of the fields that a class is made with, and the names of those required."""
+    import msgspec
+
+    hints: dict[str, Any] = {}
+    # Some hints exist for type checkers only.
+    with contextlib.suppress(NameError, TypeError):
+        hints = get_type_hints(cls, include_extras=True)
+    fields: Any
+    if dataclasses.is_dataclass(cls):
+        fields = [each for each in dataclasses.fields(cls) if each.init]
+    else:
+        with _converting:
+            fields = msgspec.structs.fields(cls)
+    required = [
+        each.name
+        for each in fields
+        if each.default is each.default_factory is dataclasses.MISSING
+        or each.default is each.default_factory is msgspec.NODEFAULT
+    ]
+    return {each.name: hints.get(each.name, Any) for each in fields}, required
+
+
+def _converted(name: str, value: Any, hint: Any, strict: bool) -> Any:
+    import msgspec
+
+    if hint is str and isinstance(value, os.PathLike):
+        return os.fspath(value)
+    try:
+        with _converting:
+            return msgspec.convert(value, hint, strict=strict)
+    except msgspec.ValidationError as error:
+        text, _, within = str(error).partition(" - at `$")
+        raise ValueError(f"{text} - at `$.{name}{within or '`'}") from error
+    except TypeError:
+        return value
+
+
+def _type_name(hint: Any) -> str:
+    plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    is_class = isinstance(plain, type) and get_origin(plain) is None
+    return plain.__name__ if is_class else str(plain).replace("typing.", "")
 
 
 DEFAULT_BLOCK_SIZE = 16

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from wtransfer.specs.file import FileTier
+from wtransfer.specs.tier import open_tier
 from wtransfer.testing.mini_engine.model import LocalWeights
 
 NBYTES = 2 << 20
@@ -27,7 +28,7 @@ def payload(number):
 
 def write_for_ever(path, started):
     """Put the same blocks again and again."""
-    tier = FileTier({"shared_storage_path": path})
+    tier = open_tier(FileTier, {"shared_storage_path": path})
     payloads = [payload(number) for number in range(NUM_KEYS)]
     Path(started).touch()
     while True:

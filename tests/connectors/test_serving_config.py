@@ -140,7 +140,10 @@ def test_options_are_read():
     [
         ({}, "missing required field `path`"),
         ({"path": 1}, r"Expected `str`, got `int` - at `\$\.path`"),
-        ({"path": "p", "nubmer": 1}, "unknown field `nubmer`; the options are path, number"),
+        (
+            {"path": "p", "nubmer": 1},
+            r"unknown field `nubmer`; the options are path \(str\), number \(int\)",
+        ),
         ({"path": "p", "number": True}, "Expected `int`, got `bool`"),
     ],
 )

@@ -10,6 +10,7 @@ import storage_jobs
 from host import check_whole, names_in
 
 from wtransfer.specs.file import FORMAT, FileTier
+from wtransfer.specs.tier import open_tier
 
 pytestmark = pytest.mark.slow  # processes that are killed
 
@@ -49,7 +50,7 @@ def test_killed_writer_tears_no_block(zygote, tmp_path, number):
         child.kill()
         child.wait(PATIENCE_S)
         num_caught += bool(names_in(incoming))
-        tier = FileTier({"shared_storage_path": str(tmp_path / "shared")})
+        tier = open_tier(FileTier, {"shared_storage_path": str(tmp_path / "shared")})
         assert names_in(incoming) == []
         num_blocks += check(tier)
         tier.close()

@@ -120,10 +120,11 @@ def test_a_checkpoint_is_pushed_by_its_name(engine):
 
 @pytest.mark.slow
 def test_its_own_tests_pass(made, python):
-    options = ["-q", "-p", "no:cacheprovider", "-c", made[1] / "pyproject.toml"]
+    options = ["-q", "-rs", "-p", "no:cacheprovider", "-c", made[1] / "pyproject.toml"]
     done = python("-m", "pytest", *options, made[1])
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
+    assert "NOT TESTED" not in done.stdout
 
 
 DROP = f"""

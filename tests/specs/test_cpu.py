@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,9 +46,10 @@ def hang(make_rig):
 # -- options
 
 
-def test_options_have_the_names_and_defaults_of_the_field():
+def test_options_have_the_names_and_defaults_of_the_field(make_rig):
     of_the_host = {"spec_name": "x", "spec_module_path": "y", "block_size": 64}
-    options = CPUOffloadingOptions.of({"cpu_bytes_to_use": 1e9, **of_the_host})
+    extra = {"cpu_bytes_to_use": 1e9, **of_the_host}
+    options = CPUOffloadingSpec(replace(make_rig().config, extra_config=extra)).options
     assert options == CPUOffloadingOptions(
         cpu_bytes_to_use=10**9,
         eviction_policy="lru",
@@ -70,7 +72,7 @@ def test_options_have_the_names_and_defaults_of_the_field():
         ({"cpu_bytes_to_use": 9, "num_copy_threads": 65}, "at `$.num_copy_threads`"),
         (
             {"cpu_bytes_to_use": 9, "evict_policy": "arc"},
-            "unknown field `evict_policy`; the options are cpu_bytes_to_use",
+            "unknown field `evict_policy`; the options are cpu_bytes_to_use (int), ",
         ),
     ],
 )

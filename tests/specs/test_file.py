@@ -17,6 +17,7 @@ import pytest
 from wtransfer import deadline
 from wtransfer.errors import DescriptorLimitError, OffloadingOptionError, StorageError
 from wtransfer.specs import file
+from wtransfer.specs import tier as tiers
 from wtransfer.specs.file import FORMAT, FileTier
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -27,13 +28,17 @@ NBYTES = len(DATA)
 AT_ONCE_S = 5.0  # a pipe holds up whoever opens it for good
 
 
+def file_tier(**options):
+    return tiers.open_tier(FileTier, options)
+
+
 @pytest.fixture
 def open_tier(tmp_path):
     """Open tiers over one folder."""
     made = []
 
     def make(**options):
-        made.append(FileTier({"shared_storage_path": str(tmp_path / "shared"), **options}))
+        made.append(file_tier(shared_storage_path=str(tmp_path / "shared"), **options))
         return made[-1]
 
     yield make
@@ -402,7 +407,7 @@ def test_failed_get_is_an_error_and_the_block_stays(tier, monkeypatch, call):
 
 def test_full_disk_evicts_the_oldest(mount_tmpfs):
     place = mount_tmpfs("256k")
-    tier, data = FileTier({"shared_storage_path": str(place)}), bytes(20_000)
+    tier, data = file_tier(shared_storage_path=str(place)), bytes(20_000)
 
     def succeeds(n):
         try:
@@ -429,17 +434,17 @@ def test_full_disk_evicts_the_oldest(mount_tmpfs):
         ({}, "missing required field `shared_storage_path`"),
         ({"shared_storage_path": ""}, "length >= 1"),
         ({"shared_storage_path": "a\0b"}, "shared_storage_path"),
-        ({"shared_storage_path": "x", "max_byte": 1}, "unknown field `max_byte`; the options of"),
+        ({"shared_storage_path": "x", "max_byte": 1}, "unknown field `max_byte`; the options are"),
         ({"shared_storage_path": "x", "max_bytes": 0}, ">= 1"),
         ({"shared_storage_path": "x", "max_bytes": "1G"}, "max_bytes"),
     ],
 )
 def test_option_that_cannot_be_used_is_refused(options, text):
     with pytest.raises(OffloadingOptionError, match=text):
-        FileTier(options)
+        file_tier(**options)
 
 
 def test_path_that_is_no_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="making the folder"):
-        FileTier({"shared_storage_path": str(tmp_path / "file")})
+        file_tier(shared_storage_path=str(tmp_path / "file"))

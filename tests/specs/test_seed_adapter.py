@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import inspect
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -206,6 +206,21 @@ def test_current_constructor_gets_the_offloading_config(cls):
     assert got is CURRENT
     converted = OffloadingSpecFactory.create_spec(SERVING, CACHE)
     assert converted.got == (to_offloading_config(SERVING, CACHE),)
+
+
+def test_options_of_an_adapter_are_those_of_its_spec(caplog):
+    class Handlers(OffloadingSpec):
+        def get_manager(self): ...
+
+        def get_handlers(self, kv_caches): ...
+
+    config = replace(CURRENT, extra_config={"depth": 3})
+    spec = Handlers(config)
+    adapted = adapt_spec(spec, config)
+    assert (type(adapted).__name__, dict(adapted.options)) == ("SeedSpecAdapter", {"depth": 3})
+    # Of the spec, once, and not of the adapter as well.
+    (said,) = caplog.messages
+    assert "Handlers has no options_cls" in said
 
 
 def test_inherited_constructor_takes_an_offloading_config():

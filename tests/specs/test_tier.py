@@ -6,9 +6,11 @@ import contextlib
 import gc
 import itertools
 import os
+import re
 import threading
 import time
 import weakref
+from dataclasses import dataclass
 
 import pytest
 from tier_rig import NUM_BLOCKS, NUM_LAYERS, PAGE, PATIENCE_S, Gate, Rig, key, until
@@ -29,7 +31,7 @@ from wtransfer.specs.tier import TierLoadStoreSpec, open_tier, rank_key
 from wtransfer.specs.tier_link import STALL_S
 from wtransfer.specs.tier_manager import FAILED_S, LOOKUP_S
 from wtransfer.specs.tier_spec import tier_spec
-from wtransfer.testing.fakes import MemoryTier
+from wtransfer.testing.fakes import MemoryTier, MemoryTierOptions
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -602,18 +604,31 @@ def test_option_that_cannot_be_used_is_refused(options):
         tier_spec(MemoryTier)(OffloadingConfig(extra_config=options))
 
 
+@dataclass(kw_only=True)
+class RoomOptions(MemoryTierOptions):
+    room: int
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
-    [({"shelf": ""}, "needs the option room"), ({"room": 1, "shelv": ""}, "no option shelv")],
+    [
+        ({"shelf": ""}, "missing required field `room`"),
+        ({"room": 1, "shelv": ""}, "unknown field `shelv`"),
+        ({"room": "one"}, r"Expected `int`, got `str` - at `\$.room`"),
+    ],
 )
-def test_option_that_is_missing_or_that_a_tier_does_not_look_at_is_refused(options, error):
+def test_option_that_is_missing_or_unknown_or_of_another_type_is_refused(options, error):
     class InARoom(MemoryTier):
+        options_cls = RoomOptions
+
         def __init__(self, options):
             super().__init__(options)
-            self.room = {1: "one"}[options["room"]]
+            self.room = {1: "one"}[options.room]
 
-    with pytest.raises(OffloadingOptionError, match=error):
+    there_are = r"kv_.*_config of InARoom: .*; the options are shelf \(str\), room \(int\)"
+    with pytest.raises(OffloadingOptionError, match=there_are) as caught:
         open_tier(InARoom, options)
+    assert re.search(error, str(caught.value))
     assert open_tier(InARoom, {"room": 1}).room == "one"
     with pytest.raises(KeyError, match="2"):
         open_tier(InARoom, {"room": 2})

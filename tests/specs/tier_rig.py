@@ -99,7 +99,7 @@ class Rig:
         if num_slots:
             options["cpu_bytes_to_use"] = 1 << 20
         options = {"shelf": shelf or f"shelf {next(numbers)}", **options}
-        self.kept = MemoryTier({"shelf": options["shelf"]}).kept
+        self.kept = MemoryTier.shelves[options["shelf"]]
         self.workers, self.caches = [], []
         engine_id = f"rig {os.getpid()} {next(numbers)}"
         for rank in range(num_ranks):

@@ -2,10 +2,8 @@
 
 import contextlib
 import contextvars
-import importlib.util
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -15,7 +13,7 @@ from typing import ClassVar
 
 import torch
 
-from wtransfer.scaffold import create
+from wtransfer.scaffold import stream_engine
 from wtransfer.testing.engine import EngineConformance
 from wtransfer.testing.fakes import MemoryEngine, MemoryTrainerEngine
 
@@ -277,20 +275,7 @@ class TestReceivesBeforeInit(MemoryEngine):
 
 # -- streams: a healthy one is what ``wtransfer plugins new engine`` writes
 
-
-def scaffolded():
-    """Return the module of a new engine."""
-    with tempfile.TemporaryDirectory() as folder:
-        create("engine", "acme-broken", Path(folder) / "new")
-        path = Path(folder) / "new/src/acme_broken/__init__.py"
-        spec = importlib.util.spec_from_file_location("acme_broken", path)
-        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return module
-
-
-stream = scaffolded()
-Worker, Trainer = stream.AcmeBroken, stream.AcmeBrokenTrainer
+Worker, Trainer = stream_engine.StreamEngine, stream_engine.StreamEngineTrainer
 
 
 def broken_stream(caught_by=None, **attributes):
@@ -329,7 +314,7 @@ def accept(trainer, stack, listener, is_worker=lambda peer: True):
 @broken_stream("test_worker_that_fails_first_leaves_nothing_blocked")
 class TestWaitsInAccept(Trainer):
     def _accept(self, listener, update, stack):
-        return accept(self, stack, listener, lambda peer: peer.recv(stream.TOKEN_NBYTES))
+        return accept(self, stack, listener, lambda peer: peer.recv(stream_engine.TOKEN_NBYTES))
 
     def abort_weight_update(self):
         pass

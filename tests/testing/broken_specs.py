@@ -7,27 +7,42 @@ from collections import defaultdict
 from concurrent.futures import Future
 from typing import ClassVar
 
+from wtransfer.scaffold.memory_spec import MemorySpec, MemorySpecWorker
 from wtransfer.specs.interface import LookupResult, PrepareStoreOutput
 from wtransfer.specs.manager import CPUOffloadingManager
 from wtransfer.specs.shared_region import ArenaLoadStoreSpec
-from wtransfer.testing.fakes import MemorySpec, MemoryTierWorker
 from wtransfer.testing.spec import SpecConformance
+
+
+class MadeOf(MemorySpec):
+    """A spec of other sides than the healthy ones."""
+
+    def get_manager(self):
+        if self.manager is None:
+            events = self.config.enable_kv_cache_events
+            self.manager = self.manager_cls(self.num_slots, enable_events=events)
+        return self.manager
+
+    def get_worker(self, kv_caches):
+        if self.worker is None:
+            self.worker = self.worker_cls(kv_caches, self.blocks_per_chunk)
+        return self.worker
 
 
 class Kit(SpecConformance):
     size_option = "memory_bytes_to_use"
     deadline_s = 10.0
     manager = CPUOffloadingManager
-    worker = MemoryTierWorker
+    worker = MemorySpecWorker
 
     def __init_subclass__(cls):
         super().__init_subclass__()
         if "spec_cls" not in vars(cls):
             sides = {"manager_cls": cls.manager, "worker_cls": cls.worker}
-            cls.spec_cls = type(f"{cls.__name__}Spec", (MemorySpec,), sides)
+            cls.spec_cls = type(f"{cls.__name__}Spec", (MadeOf,), sides)
 
     def reach(self, worker, where):
-        return memoryview(worker.slots[where.slots[0]].pages[0, 1].numpy())
+        return worker.kept[where.slots[0], 0].data.numpy().data
 
 
 def broken(caught_by=None, **attributes):
@@ -45,111 +60,112 @@ def broken(caught_by=None, **attributes):
 
 
 @broken("test_one_block_is_stored_and_loaded")
-class TestDropsBlocks(MemoryTierWorker):
-    def store(self, gpu, where):
-        nbytes = super().store(gpu, where)
-        self.slots.clear()
+class TestDropsBlocks(MemorySpecWorker):
+    def store(self, cache, slots):
+        nbytes = super().store(cache, slots)
+        self.kept.clear()
         return nbytes
 
 
 @broken("test_blocks_come_back_as_they_were[many layers of small pages]")
-class TestDropsLastLayer(MemoryTierWorker):
-    def load(self, gpu, where):
-        pages = self._pages
-        self._pages = [layers[:-1] for layers in pages]
+class TestDropsLastLayer(MemorySpecWorker):
+    def load(self, cache, slots):
+        pages = self.pages
+        self.pages = [layers[:-1] for layers in pages]
         try:
-            return super().load(gpu, where)
+            return super().load(cache, slots)
         finally:
-            self._pages = pages
+            self.pages = pages
 
 
 @broken("test_blocks_come_back_as_they_were[one token per block]")
-class TestSortsBlocks(MemoryTierWorker):
+class TestSortsBlocks(MemorySpecWorker):
     def submit_load(self, job_id, src_spec, dst_spec):
         dst_spec.block_ids.sort()
         return super().submit_load(job_id, src_spec, dst_spec)
 
 
 @broken("test_blocks_come_back_as_they_were[one layer]")
-class TestWritesToOtherBlocks(MemoryTierWorker):
-    def load(self, gpu, where):
-        nbytes = super().load(gpu, where)
-        for block in gpu.block_ids:
-            self._pages[0][0][block - 1, 0] ^= 1
+class TestWritesToOtherBlocks(MemorySpecWorker):
+    def load(self, cache, slots):
+        nbytes = super().load(cache, slots)
+        for block in cache.block_ids:
+            self.pages[0][0][block - 1, 0] ^= 1
         return nbytes
 
 
 @broken("test_store_copies_the_block")
-class TestStoresViews(MemoryTierWorker):
-    def store(self, gpu, where):
-        nbytes = super().store(gpu, where)
-        for move in self.moves(gpu, where):
-            for layer, tensor in enumerate(self._pages[move.group]):
-                self.slots[move.slot].pages[move.place, layer] = tensor[move.block]
-        return nbytes
+class TestStoresViews(MemorySpecWorker):
+    """Loads what the blocks hold by then that were stored."""
 
-    def fits(self, move):
-        return True
+    def store(self, cache, slots):
+        self.views = [*getattr(self, "views", ()), (cache, slots)]
+        return super().store(cache, slots)
+
+    def load(self, cache, slots):
+        for view in self.views:
+            super().store(*view)
+        return super().load(cache, slots)
 
 
 @broken("test_store_copies_the_block", passes=("test_one_block_is_stored_and_loaded",))
-class TestReportsStoresBeforeTheyEnd(MemoryTierWorker):
-    def store(self, gpu, where):
+class TestReportsStoresBeforeTheyEnd(MemorySpecWorker):
+    def store(self, cache, slots):
         time.sleep(0.05)
-        return super().store(gpu, where)
+        return super().store(cache, slots)
 
     def submit_store(self, job_id, src_spec, dst_spec):
-        self._thread.submit(self.store, src_spec, dst_spec)
+        self.thread.submit(self.store, src_spec, dst_spec)
         job = self.jobs[job_id] = Future()
         job.set_result(0)
         return True
 
 
 @broken("test_one_block_may_be_loaded_many_times")
-class TestLoadsOnce(MemoryTierWorker):
-    def load(self, gpu, where):
-        nbytes = super().load(gpu, where)
-        for slot in where.slots:
-            self.slots.pop(slot, None)
+class TestLoadsOnce(MemorySpecWorker):
+    def load(self, cache, slots):
+        nbytes = super().load(cache, slots)
+        for slot in slots.slots:
+            self.kept.pop((slot, 0), None)
         return nbytes
 
 
 @broken("test_groups_of_layers_are_kept_apart", passes=("test_random_requests",))
-class TestIgnoresGroups(MemoryTierWorker):
-    def moves(self, gpu, where):
-        for move in super().moves(gpu, where):
-            yield move._replace(group=0)
+class TestIgnoresGroups(MemorySpecWorker):
+    def blocks(self, cache, slots):
+        for block in super().blocks(cache, slots):
+            yield block._replace(group=0)
 
 
 @broken("test_chunks_of_several_blocks")
-class TestIgnoresBlockIndices(MemoryTierWorker):
-    def moves(self, gpu, where):
-        gpu.block_indices = [0] * len(gpu.group_sizes)
-        return super().moves(gpu, where)
+class TestIgnoresBlockIndices(MemorySpecWorker):
+    def blocks(self, cache, slots):
+        cache.block_indices = [0] * len(cache.group_sizes)
+        return super().blocks(cache, slots)
 
 
 @broken("test_a_damaged_block_is_not_loaded", passes=("test_random_requests",))
-class TestSkipsChecksums(MemoryTierWorker):
-    def fits(self, move):
-        kept = self.slots.get(move.slot)
-        return kept is not None and kept.key == move.key
+class TestSkipsChecksums(MemorySpecWorker):
+    def fits(self, block):
+        kept = self.kept.get((block.slot, block.place))
+        return kept is not None and kept.key == block.key
 
 
 @broken("test_a_damaged_block_is_not_loaded", passes=("test_random_requests",))
-class TestComparesAfterItWrites(MemoryTierWorker):
-    def load(self, gpu, where):
-        nbytes = super().load(gpu, where)
-        if not all(MemoryTierWorker.fits(self, move) for move in self.moves(gpu, where)):
+class TestComparesAfterItWrites(MemorySpecWorker):
+    def load(self, cache, slots):
+        nbytes = super().load(cache, slots)
+        if not all(MemorySpecWorker.fits(self, block) for block in self.blocks(cache, slots)):
             raise ValueError("damaged")
         return nbytes
 
-    def fits(self, move):
-        kept = self.slots.get(move.slot)
-        return kept is not None and kept.key == move.key
+    def fits(self, block):
+        kept = self.kept.get((block.slot, block.place))
+        return kept is not None and kept.key == block.key
 
 
 @broken("test_submit_does_not_copy[store]", passes=("test_submit_does_not_copy[load]",))
-class TestStoresWithinSubmit(MemoryTierWorker):
+class TestStoresWithinSubmit(MemorySpecWorker):
     def submit_store(self, job_id, src_spec, dst_spec):
         begun = super().submit_store(job_id, src_spec, dst_spec)
         self.wait({job_id})
@@ -157,7 +173,7 @@ class TestStoresWithinSubmit(MemoryTierWorker):
 
 
 @broken("test_submit_does_not_copy[load]", passes=("test_submit_does_not_copy[store]",))
-class TestLoadsWithinSubmit(MemoryTierWorker):
+class TestLoadsWithinSubmit(MemorySpecWorker):
     def submit_load(self, job_id, src_spec, dst_spec):
         self.load(dst_spec, src_spec)
         job = self.jobs[job_id] = Future()
@@ -166,29 +182,29 @@ class TestLoadsWithinSubmit(MemoryTierWorker):
 
 
 @broken("test_load_from_reused_slot_gives_no_other_bytes")
-class TestTrustsSlots(MemoryTierWorker):
-    def fits(self, move):
-        return move.slot in self.slots
+class TestTrustsSlots(MemorySpecWorker):
+    def fits(self, block):
+        return (block.slot, block.place) in self.kept
 
 
 @broken("test_random_requests")
-class TestFailsSometimes(MemoryTierWorker):
+class TestFailsSometimes(MemorySpecWorker):
     loads = 0
 
-    def fits(self, move):
+    def fits(self, block):
         self.loads += 1
-        return self.loads % 60 != 0 and super().fits(move)
+        return self.loads % 60 != 0 and super().fits(block)
 
 
 @broken("test_evictions_leave_hits_intact")
-class TestHasFourSlots(MemoryTierWorker):
-    def moves(self, gpu, where):
-        for move in super().moves(gpu, where):
-            yield move._replace(slot=move.slot % 4)
+class TestHasFourSlots(MemorySpecWorker):
+    def blocks(self, cache, slots):
+        for block in super().blocks(cache, slots):
+            yield block._replace(slot=block.slot % 4)
 
 
 @broken("test_every_job_is_reported_once")
-class TestReportsTwice(MemoryTierWorker):
+class TestReportsTwice(MemorySpecWorker):
     said = ()
 
     def get_finished(self):
@@ -202,13 +218,13 @@ class TestReportsTwice(MemoryTierWorker):
     passes=("test_one_block_may_be_loaded_many_times",),
     deadline_s=1.5,
 )
-class TestOmitsResults(MemoryTierWorker):
+class TestOmitsResults(MemorySpecWorker):
     def get_finished(self):
         return [result for result in super().get_finished() if result.job_id % 7]
 
 
 @broken("test_every_job_is_reported_once")
-class TestReturnsFromWaitEarly(MemoryTierWorker):
+class TestReturnsFromWaitEarly(MemorySpecWorker):
     """Jobs end after a while."""
 
     def get_finished(self):
@@ -218,38 +234,38 @@ class TestReturnsFromWaitEarly(MemoryTierWorker):
 
 
 @broken("test_wait_ignores_unknown_jobs")
-class TestRaisesForUnknownJobs(MemoryTierWorker):
+class TestRaisesForUnknownJobs(MemorySpecWorker):
     def wait(self, job_ids):
         assert job_ids <= self.jobs.keys()
         super().wait(job_ids)
 
 
 @broken("test_stats_are_numbers_and_counters_rise")
-class TestDecreasesCounters(MemoryTierWorker):
+class TestDecreasesCounters(MemorySpecWorker):
     def get_stats(self):
-        return {"room_total": -self.num_bytes}
+        return {"room_total": -self.copied_nbytes}
 
 
 @broken("test_stats_are_numbers_and_counters_rise")
-class TestReportsTextStats(MemoryTierWorker):
+class TestReportsTextStats(MemorySpecWorker):
     def get_stats(self):
         return {"state": "fine"}
 
 
 @broken("test_shutdown_is_idempotent")
-class TestShutsDownOnce(MemoryTierWorker):
+class TestShutsDownOnce(MemorySpecWorker):
     def shutdown(self):
-        del self.slots
+        del self.kept
 
 
 @broken("test_shutdown_ends_running_work", ends_within_s=0.3)
-class TestShutsDownSlowly(MemoryTierWorker):
+class TestShutsDownSlowly(MemorySpecWorker):
     def shutdown(self):
         time.sleep(0.5)
 
 
 @broken("test_shutdown_leaves_nothing", ends_within_s=0.3)
-class TestLeaksThread(MemoryTierWorker):
+class TestLeaksThread(MemorySpecWorker):
     def shutdown(self):
         threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 
@@ -435,7 +451,7 @@ class TestKeepsOneStoreForAllRanks(MemorySpec):
 
     def get_worker(self, kv_caches):
         worker = super().get_worker(kv_caches)
-        worker.slots = STORES[self.config.engine_id]
+        worker.kept = STORES[self.config.engine_id]
         return worker
 
 
@@ -444,7 +460,7 @@ class TestStoresOnFirstRankOnly(MemorySpec):
     def get_worker(self, kv_caches):
         worker = super().get_worker(kv_caches)
         if self.config.parallel.rank:
-            worker.store = lambda gpu, where: 0
+            worker.store = lambda cache, slots: 0
         return worker
 
 
@@ -458,7 +474,7 @@ class TestDropsConfig(MemorySpec):
 @broken("test_each_side_is_made_once")
 class TestMakesNewManagers(MemorySpec):
     def get_manager(self):
-        self._manager = None
+        self.manager = None
         return super().get_manager()
 
 

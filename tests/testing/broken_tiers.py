@@ -15,7 +15,7 @@ import numpy as np
 from wtransfer import Tier
 from wtransfer.errors import StorageError
 from wtransfer.specs.file import FileTier
-from wtransfer.testing.fakes import MemoryTier
+from wtransfer.testing.fakes import MemoryTier, MemoryTierOptions
 from wtransfer.testing.tier import TierConformance
 
 NOTHING = pickle.dumps(b"")
@@ -396,10 +396,12 @@ class TestIsForOneThread(MemoryTier):
     ),
 )
 class TestHealthyInSqlite(Tier):
+    options_cls = MemoryTierOptions
+
     """It keeps descriptors of a file that another connection of the process has locked."""
 
     def __init__(self, options):
-        self.path = f"{options['shelf']}/kept.db"
+        self.path = f"{options.shelf}/kept.db"
         self.local, self.lock, self.connections = threading.local(), threading.Lock(), []
         self.run("create table if not exists kept (key blob primary key, value blob)")
 
@@ -482,7 +484,7 @@ class TestCachesByProcess(FileTier):
 
     def __init__(self, options):
         super().__init__(options)
-        self.values = self.cached[options["shared_storage_path"]]
+        self.values = self.cached[options.shared_storage_path]
 
     def put(self, key, data):
         super().put(key, data)
@@ -542,17 +544,21 @@ class TestEvictsNothing(FileTier):
 
 @broken("test_unknown_option_is_refused", passes=("test_objects_reach_one_store",))
 class TestIgnoresUnknownOptions(MemoryTier):
+    options_cls = ()
+
     def __init__(self, options):
-        super().__init__(dict(options))
+        super().__init__(MemoryTierOptions(shelf=options["shelf"]))
 
 
 @broken("test_unknown_option_is_refused")
 class TestRaisesTypeErrors(MemoryTier):
+    options_cls = ()
+
     def __init__(self, options):
         self.open(**options)
 
     def open(self, shelf):
-        super().__init__({"shelf": shelf})
+        super().__init__(MemoryTierOptions(shelf=shelf))
 
 
 @broken("test_stats_are_numbers_and_counters_rise")

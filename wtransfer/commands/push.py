@@ -9,18 +9,17 @@ In Python the same is::
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import click
-import msgspec
 
 from wtransfer.commands.shared import EndSignal, deadline_option, end_signals, token_file_option
+from wtransfer.config import decode_options
 from wtransfer.errors import (
     AddressError,
     AuthenticationError,
@@ -260,45 +259,19 @@ def typed_options(engine: str, info_cls: Any, pairs: Sequence[str]) -> dict[str,
         Option -> value.
 
     Raises:
-        click.UsageError: Not a pair, a field that the engine does not have, a value of another
-            type, or a field that must be given and is not; the text lists the fields.
+        click.UsageError: Not a pair, or as `decode_options`.
     """
-    try:
-        hints = get_type_hints(info_cls)
-    except (NameError, TypeError):
-        # Hints that exist for type checkers only.
-        hints = {}
-    fields = {
-        each.name: each
-        for each in (dataclasses.fields(info_cls) if dataclasses.is_dataclass(info_cls) else ())
-        # A process that pushes is rank 0.
-        if each.init and each.name != "rank"
-    }
-    types = {name: hints.get(name, str) for name in fields}
-    shown = (f"{name} ({getattr(cls, '__name__', cls)})" for name, cls in types.items())
-    there_are = f"it has: {', '.join(shown) or 'none'}"
-    options: dict[str, Any] = {}
+    texts: dict[str, str] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         name = key.strip().replace("-", "_")
-        if not equals or name not in fields:
-            problem = "has no such option" if equals else "wants options as key=value"
-            raise click.UsageError(f"-o {pair}: engine {engine!r} {problem}; {there_are}")
-        try:
-            options[name] = msgspec.convert(text, types[name], strict=False)
-        except msgspec.ValidationError as error:
-            raise click.UsageError(f"-o {pair}: {error}; {there_are}") from error
-        except TypeError:
-            # A type that only the engine can make from a text.
-            options[name] = text
-    missing = [
-        f"-o {name}=..."
-        for name, each in fields.items()
-        if each.default is each.default_factory is dataclasses.MISSING and name not in options
-    ]
-    if missing:
-        raise click.UsageError(f"engine {engine!r} needs {', '.join(missing)}; {there_are}")
-    return options
+        if not equals or name == "rank":
+            problem = "a process that pushes is rank 0" if equals else "expected key=value"
+            raise click.UsageError(f"-o {pair}: {problem}")
+        texts[name] = text
+    where = f"options (-o) of engine {engine!r}"
+    info = decode_options(texts, info_cls, click.UsageError, where, strict=False)
+    return {name: getattr(info, name) for name in texts}
 
 
 # -- while it is under way

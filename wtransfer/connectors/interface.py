@@ -77,6 +77,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from wtransfer.config import backend_options
 from wtransfer.errors import ConnectorOptionError, ConnectorRoleError
 
 if TYPE_CHECKING:
@@ -132,13 +133,17 @@ class KVConnectorOutput:
         return not any(vars(self).values())
 
 
-class ConnectorSide(ABC):  # noqa: B024  # each side has methods of its own
+class ConnectorSide(ABC):
     """Base of both sides of a connector.
 
     Args:
         config: The serving engine's configuration, with ``kv_transfer_config``.
         kv_cache_config: Shape of the KV cache; None where the host does not say.
     """
+
+    options: Any
+    """The options, there before the constructor: an object of `KVConnectorBase_V1.options_cls`, or
+    a mapping where there is none."""
 
     def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
         self.config = config
@@ -408,8 +413,11 @@ class KVConnectorBase_V1(ConnectorScheduler, ConnectorWorker, Connector):  # noq
     """Options that a configuration needs at least, with values to replace; ``wtransfer plugins
     show`` prints them within a configuration to copy."""
     options_cls: ClassVar[type | str | tuple[type | str, ...]] = ()
-    """Classes, or ``"package.module:Class"``, whose annotated fields are the options: ``wtransfer
-    plugins show`` prints each with its type, default and docstring."""
+    """Class of the options, or ``"package.module:Class"``: a dataclass or `msgspec.Struct` with
+    typed fields, which ``wtransfer plugins show`` prints with types, defaults and docstrings. An
+    option that is unknown, missing or of another type is refused by name. With a tuple of classes,
+    each of which reads its own options, and without any, `options` is the mapping; the latter is
+    warned of."""
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:  # noqa: ARG003
@@ -465,8 +473,16 @@ class KVConnectorBase_V1(ConnectorScheduler, ConnectorWorker, Connector):  # noq
         self._kv_transfer_config = vllm_config.kv_transfer_config
         self._kv_cache_config = kv_cache_config
         named = self.scheduler_cls if role is KVConnectorRole.SCHEDULER else self.worker_cls
-        self.side: Any = None if named is None else _load(named)(vllm_config, kv_cache_config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+        self.options = backend_options(type(self), extra, ConnectorOptionError)
+        self.side: Any = None
         """The object of this role; None where the connector has the methods itself."""
+        if named is not None:
+            side_cls = _load(named)
+            # Set before the constructor, which uses them; its arguments are those of vLLM.
+            self.side = side_cls.__new__(side_cls, vllm_config, kv_cache_config)
+            self.side.options = self.options
+            self.side.__init__(vllm_config, kv_cache_config)
 
     @property
     def metadata(self) -> Any:

@@ -80,10 +80,11 @@ class SubConnectorOptions(msgspec.Struct):
     kv_connector: Annotated[str, msgspec.Meta(min_length=1)]
 
 
-class MultiOptions(msgspec.Struct, forbid_unknown_fields=True):
+class MultiOptions(msgspec.Struct, kw_only=True):
     """Options of ``MultiConnector``."""
 
     connectors: Annotated[list[SubConnectorOptions], msgspec.Meta(min_length=1)]
+    """Fields of each sub-connector; the first that has a prefix loads it, and all save."""
 
 
 def sub_connector_fields(options: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -587,6 +588,7 @@ class MultiConnector(KVConnectorBase_V1):
     scheduler_cls = MultiScheduler
     worker_cls = MultiWorker
     names_weights = True
+    options_cls = MultiOptions
     example_options: ClassVar[Mapping[str, Any]] = {
         "connectors": [
             {

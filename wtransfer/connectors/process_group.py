@@ -137,14 +137,13 @@ class ProcessGroupScheduler(P2PScheduler):
         AddressError: ``host`` is a name that cannot be looked up.
     """
 
-    options_cls = ProcessGroupOptions
+    options: ProcessGroupOptions
 
     def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
         super().__init__(config, kv_cache_config)
-        options = cast("ProcessGroupOptions", self.options)
-        allowed = options.allowed_peers
+        allowed = self.options.allowed_peers
         if allowed is None:
-            own = parse_address(tcp_text((options.host, 0))).target[0]
+            own = parse_address(tcp_text((self.options.host, 0))).target[0]
             allowed = (*_LOOPBACK, own.partition("%")[0])
         self._peers = [_read_peer(each) for each in allowed]
 
@@ -413,7 +412,7 @@ class ProcessGroupWorker(P2PWorker):
         ConnectorOptionError: There is no token, or an option is not valid.
     """
 
-    options_cls = ProcessGroupOptions
+    options: ProcessGroupOptions
     server_cls = ProcessGroupServer
     client_cls = ProcessGroupClient
 

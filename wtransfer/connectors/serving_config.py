@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import xxhash
 
-from wtransfer.config import convert_options
+from wtransfer.config import decode_options
 from wtransfer.errors import ConnectorOptionError
 
 if TYPE_CHECKING:
@@ -124,16 +124,10 @@ def read_options(cls: type[TOptions], extra_config: Mapping[str, Any]) -> TOptio
     """Return a connector's options as an object.
 
     Args:
-        cls: The options; with ``forbid_unknown_fields`` a misspelt one is an error.
+        cls: The options, a dataclass or `msgspec.Struct`.
         extra_config: ``kv_connector_extra_config``.
 
     Raises:
         ConnectorOptionError: An option is unknown, missing, or of another type.
     """
-    try:
-        return convert_options(extra_config, cls)
-    except msgspec.ValidationError as error:
-        known = ", ".join(field.name for field in msgspec.structs.fields(cls))
-        raise ConnectorOptionError(
-            f"kv_connector_extra_config: {error}; the options are {known}"
-        ) from error
+    return decode_options(extra_config, cls, ConnectorOptionError, "kv_connector_extra_config")

@@ -421,7 +421,6 @@ class CollectiveTrainerInitInfo(TrainerInitInfo):
     update, in seconds; None: twice the publisher's deadline."""
 
     def __post_init__(self) -> None:
-        # The CLI passes strings.
         self.port = _whole("port", self.port, 0)
         self.packed_buffer_size_bytes = _whole(
             "packed_buffer_size_bytes", self.packed_buffer_size_bytes, 1

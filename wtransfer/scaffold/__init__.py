@@ -1,7 +1,8 @@
 """``wtransfer plugins new``: a distribution with a small working backend, to be changed.
 
-The files of a kind are those in the folder of its name, and those in ``common``; each is a
-`string.Template` with the placeholders that `create` fills, in its path, too.
+The backend of a kind is a module beside this one, written under another name and class; the guides
+show it, and the kits are tested with it. All else is in the folder of the kind's name and in
+``common``: each file is a `string.Template`, as is its path.
 """
 
 from __future__ import annotations
@@ -24,6 +25,13 @@ GROUPS = {
     "tier": "wtransfer.specs",
 }
 """Kind -> entry-point group."""
+EXAMPLES = {
+    "connector": "shelf-connector",
+    "engine": "stream-engine",
+    "spec": "memory-spec",
+    "tier": "shelf-tier",
+}
+"""Kind -> name of the backend that is written under another name."""
 SUFFIX = ".template"
 
 
@@ -43,8 +51,7 @@ def create(kind: str, name: str, folder: Path) -> list[Path]:
     from importlib.resources import files
     from importlib.util import find_spec
 
-    words = name.split("-")
-    module = "_".join(words)
+    module, cls = _module(name), _class(name)
     # One word would be the name of a built-in, of a keyword, or of much else.
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)+", name):
         raise PluginSettingError(
@@ -56,7 +63,7 @@ def create(kind: str, name: str, folder: Path) -> list[Path]:
     values = {
         "name": name,
         "module": module,
-        "cls": "".join(word.capitalize() for word in words),
+        "cls": cls,
         "group": GROUPS[kind],
         "kind": kind,
         "core": _contract(metadata.version("wtransfer")),
@@ -69,7 +76,19 @@ def create(kind: str, name: str, folder: Path) -> list[Path]:
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text(Template(source.read_text("utf-8")).substitute(values), "utf-8")
             written.append(place)
-    return sorted(written)
+    example = EXAMPLES[kind]
+    text = (files(__name__) / f"{_module(example)}.py").read_text("utf-8")
+    place = folder / "src" / module / "__init__.py"
+    place.write_text(text.replace(example, name).replace(_class(example), cls), "utf-8")
+    return sorted([*written, place])
+
+
+def _module(name: str) -> str:
+    return name.replace("-", "_")
+
+
+def _class(name: str) -> str:
+    return "".join(word.capitalize() for word in name.split("-"))
 
 
 def _contract(version: str) -> str:

@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 
-from wtransfer.config import convert_options
-from wtransfer.errors import OffloadingOptionError
 from wtransfer.kv.cache_view import geometries_of, pages_of
 from wtransfer.specs.arena import ArenaLink, arena_layout
-from wtransfer.specs.interface import OffloadingSpec, options_of_spec
+from wtransfer.specs.interface import OffloadingSpec
 from wtransfer.specs.jobs import Jobs
 from wtransfer.specs.manager import CPUOffloadingManager
 from wtransfer.specs.shared_region import SharedRegion
@@ -28,13 +26,11 @@ from wtransfer.specs.worker import JobWorker
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from typing_extensions import Self
-
     from wtransfer.config import OffloadingConfig
     from wtransfer.kv.canonical import CanonicalKVCaches
 
 
-class CPUOffloadingOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+class CPUOffloadingOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of a user, in ``kv_connector_extra_config``."""
 
     cpu_bytes_to_use: Annotated[int, msgspec.Meta(gt=0, le=1 << 60)]
@@ -47,22 +43,6 @@ class CPUOffloadingOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=Tr
     """Threads of each rank, for each direction."""
     deadline_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 30.0
     """Longest wait for other ranks, or for a copy that makes no progress, in seconds."""
-
-    @classmethod
-    def of(cls, extra_config: Mapping[str, Any]) -> Self:
-        """Read the options.
-
-        Raises:
-            OffloadingOptionError: An option is missing, unknown, or cannot be used.
-        """
-        try:
-            return convert_options(options_of_spec(extra_config), cls)
-        except msgspec.ValidationError as error:
-            raise OffloadingOptionError(
-                f"kv_connector_extra_config of CPUOffloadingSpec: {error}; the options are "
-                f"{', '.join(cls.__struct_fields__)}. cpu_bytes_to_use, the bytes of host memory "
-                "that all ranks of the instance may use together, is required"
-            ) from error
 
 
 class CPUOffloadingSpec(OffloadingSpec):
@@ -79,11 +59,11 @@ class CPUOffloadingSpec(OffloadingSpec):
     example_options: ClassVar[Mapping[str, Any]] = {"cpu_bytes_to_use": 8 << 30}
     options_cls: ClassVar[type[CPUOffloadingOptions]] = CPUOffloadingOptions
     """The options; a subclass of the spec may have more."""
+    options: CPUOffloadingOptions
+    """The user's options."""
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
-        self.options = self.options_cls.of(config.extra_config)
-        """The user's options."""
         self.layout = arena_layout(config, self.options.cpu_bytes_to_use)
         """Layout of the arena."""
         self._manager: CPUOffloadingManager | None = None

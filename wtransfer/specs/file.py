@@ -30,9 +30,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
 
-from wtransfer.config import convert_options
 from wtransfer.deadline import Deadline
-from wtransfer.errors import OffloadingOptionError, StorageError, WTransferError
+from wtransfer.errors import StorageError, WTransferError
 from wtransfer.specs.interface import Tier
 from wtransfer.transport.files import Folder, read_at, storage_errors, write_at
 
@@ -55,7 +54,7 @@ _NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
-class FileOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FileOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options in ``kv_connector_extra_config``."""
 
     shared_storage_path: Annotated[str, msgspec.Meta(min_length=1, pattern="^[^\0]*$")]
@@ -69,10 +68,9 @@ class FileTier(Tier):
     """Keeps blocks as files.
 
     Args:
-        options: `FileOptions`.
+        options: The options.
 
     Raises:
-        OffloadingOptionError: An option is missing, unknown or cannot be used.
         StorageError: The folder cannot be made or read, or others may write there.
     """
 
@@ -80,14 +78,8 @@ class FileTier(Tier):
     options_cls = FileOptions
     writes_after_get = False
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        try:
-            self._options = convert_options(options, FileOptions)
-        except msgspec.ValidationError as error:
-            known = ", ".join(FileOptions.__struct_fields__)
-            raise OffloadingOptionError(
-                f"kv_connector_extra_config: {error}; the options of the tier 'file' are {known}"
-            ) from error
+    def __init__(self, options: FileOptions) -> None:
+        self._options = options
         self._open_lock = threading.Lock()
         self._replaced: list[_Folders] = []
         self._folders = _Folders(self._options.shared_storage_path)

@@ -41,7 +41,8 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from wtransfer.config import tokens_per_block
+from wtransfer.config import backend_options, tokens_per_block
+from wtransfer.errors import OffloadingOptionError
 
 # The cache that a spec copies; exported here as well, where authors look.
 from wtransfer.kv.canonical import CanonicalKVCacheRef as CanonicalKVCacheRef
@@ -370,22 +371,20 @@ class Tier(ABC):
     store, also at the same time. Capacity and eviction are up to the store.
 
     Args:
-        options: ``kv_connector_extra_config``, without those of `wtransfer.specs.tier.TierOptions`.
-            `wtransfer.specs.tier.open_tier` refuses a missing option that the constructor asks for,
-            and an option that the constructor has not looked at.
+        options: ``kv_connector_extra_config``, without those of `wtransfer.specs.tier.TierOptions`:
+            an object of `options_cls`, or a mapping where there is none.
     """
 
     example_options: ClassVar[Mapping[str, Any]] = {}
     """Options with which ``wtransfer plugins show`` writes an example."""
     options_cls: ClassVar[type | str | tuple[type | str, ...]] = ()
-    """Classes, or ``"package.module:Class"``, whose annotated fields are the options: ``wtransfer
-    plugins show`` prints each with its type, default and docstring."""
+    """Class of the options, as of `OffloadingSpec.options_cls`."""
     writes_after_get: ClassVar[bool] = True
     """True if anything may still write to `into` once `get` has returned, as a client's thread or
     device does whose call was given up. False saves a copy of every block that is loaded."""
 
     @abstractmethod
-    def __init__(self, options: Mapping[str, Any]) -> None: ...
+    def __init__(self, options: Any) -> None: ...
 
     @abstractmethod
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -568,10 +567,15 @@ class OffloadingSpec(ABC):
     kv_cache_config: Any = None
     """Shape of the KV cache, in the seed's API."""
     extra_config: Mapping[str, Any]
-    """Options: ``kv_connector_extra_config``."""
+    """Options: ``kv_connector_extra_config``, also those of the host."""
+    options: Any
+    """The spec's own options: an object of `options_cls`, or a mapping where there is none."""
     options_cls: ClassVar[type | str | tuple[type | str, ...]] = ()
-    """Classes, or ``"package.module:Class"``, whose annotated fields are the options: ``wtransfer
-    plugins show`` prints each with its type, default and docstring."""
+    """Class of the options, or ``"package.module:Class"``: a dataclass or `msgspec.Struct` with
+    typed fields, which ``wtransfer plugins show`` prints with types, defaults and docstrings. An
+    option that is unknown, missing or of another type is refused by name. With a tuple of classes,
+    each of which reads its own options, and without any, `options` is the mapping; the latter is
+    warned of."""
 
     def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
         self.config = config
@@ -595,6 +599,10 @@ class OffloadingSpec(ABC):
                 self.extra_config.get("block_size", self.gpu_block_size)
             )
             """Tokens per block that is kept."""
+        # An adapter has those of the spec that it adapts.
+        if "options" not in vars(self):
+            own = options_of_spec(self.extra_config)
+            self.options = backend_options(type(self), own, OffloadingOptionError)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Accept ``get_handlers`` in the place of `get_worker`."""

@@ -269,6 +269,7 @@ class SeedSpecAdapter(OffloadingSpec):
             config = getattr(spec, "config", None) or OffloadingConfig()
             if is_serving_config(config):
                 config = to_offloading_config(config, spec.kv_cache_config)
+        self.options = getattr(spec, "options", {})
         super().__init__(config)
         self._manager: OffloadingManager | None = None
         self._worker: OffloadingWorker | None = None

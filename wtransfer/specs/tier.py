@@ -15,19 +15,18 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 from wtransfer.calls import start_call
-from wtransfer.config import convert_options
+from wtransfer.config import backend_options, decode_options
 from wtransfer.errors import OffloadingOptionError
 from wtransfer.specs.interface import LoadStoreSpec, Tier, options_of_spec
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from typing_extensions import Self
 
@@ -72,18 +71,16 @@ class TierOptions(msgspec.Struct, frozen=True, kw_only=True):
             OffloadingOptionError: An option cannot be used.
         """
         extra = {k: v for k, v in options_of_spec(extra_config).items() if k != "tier"}
-        try:
-            options = convert_options(extra, cls)
-        except msgspec.ValidationError as error:
-            raise OffloadingOptionError(f"kv_connector_extra_config: {error}") from error
+        shared = {k: v for k, v in extra.items() if k in cls.__struct_fields__}
+        name = "kv_connector_extra_config of every tier"
+        options = decode_options(shared, cls, OffloadingOptionError, name)
         for name in ("eviction_policy", "write_back"):
             if extra.get(name) and not options.cpu_bytes_to_use:
                 raise OffloadingOptionError(
                     f"kv_connector_extra_config: {name} is about an arena over the tier, and there "
                     f"is none: set cpu_bytes_to_use, its size, or leave {name} out"
                 )
-        own = {k: v for k, v in extra.items() if k not in cls.__struct_fields__}
-        return options, own
+        return options, {k: v for k, v in extra.items() if k not in shared}
 
 
 @dataclass
@@ -113,47 +110,14 @@ def rank_key(key: bytes, rank: int) -> bytes:
     return key + rank.to_bytes(2, "big")
 
 
-class _Given(Mapping[str, Any]):
-    """Options, with a record of those that were looked at."""
-
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self._options = options
-        self.seen: set[str] = set()
-
-    def __getitem__(self, name: str) -> Any:
-        self.seen.add(name)
-        return self._options[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._options)
-
-    def __len__(self) -> int:
-        return len(self._options)
-
-
 def open_tier(tier_cls: type[Tier], options: Mapping[str, Any]) -> Tier:
     """Make an object of a tier.
 
     Raises:
-        OffloadingOptionError: An option is missing, was not looked at by the constructor, or was
-            refused by it.
+        OffloadingOptionError: An option is unknown, missing, of another type, or was refused by the
+            constructor.
     """
-    given, name = _Given(options), tier_cls.__name__
-    try:
-        tier = tier_cls(given)
-    except KeyError as error:
-        missing = [each for each in given.seen - options.keys() if error.args == (each,)]
-        if not missing:
-            raise
-        raise OffloadingOptionError(
-            f"kv_connector_extra_config: {name} needs the option {missing[0]}"
-        ) from error
-    if unknown := sorted(options.keys() - given.seen):
-        close_tier(tier)
-        raise OffloadingOptionError(
-            f"kv_connector_extra_config: {name} has no option {', '.join(unknown)}"
-        )
-    return tier
+    return tier_cls(backend_options(tier_cls, options, OffloadingOptionError))
 
 
 def close_tier(tier: Tier) -> None:

@@ -68,7 +68,7 @@ class TieringOffloadingSpec(OffloadingSpec):
         "shared_storage_path": "/mnt/kv",
         "cpu_bytes_to_use": 8 << 30,
     }
-    options_cls = TierOptions
+    options_cls = (TierOptions,)  # and the tier's
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)

@@ -1,7 +1,7 @@
-"""In-memory backends: the smallest engine, connector, spec and tier that keep each promise.
+"""In-memory backends: an engine, a connector, a spec and a tier that keep each promise.
 
-Fakes only in that both sides must live in one process: the kits pass on them. Read the fake of
-your kind before you write a backend; break it to test a kit.
+Fakes only in that both sides must live in one process: the kits pass on them. Break the fake of
+your kind to test a kit; what a backend is begun from is in `wtransfer.scaffold`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections import Counter, defaultdict
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -34,22 +33,14 @@ from wtransfer.engines.interface import (
 )
 from wtransfer.kv.fence import SchedulerFence, WorkerFence
 from wtransfer.kv.header import checksum
-from wtransfer.specs.interface import (
-    OffloadingSpec,
-    OffloadingWorker,
-    Tier,
-    TransferResult,
-)
-from wtransfer.specs.manager import CPUOffloadingManager
+from wtransfer.scaffold.memory_spec import MemorySpec as MemorySpec  # noqa: PLC0414  # public
+from wtransfer.specs.interface import Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from wtransfer.connectors.interface import KVConnectorOutput
     from wtransfer.connectors.naming import RequestNames
-    from wtransfer.kv.canonical import CanonicalKVCaches
-    from wtransfer.kv.keys import OffloadKey
-    from wtransfer.specs.interface import GPULoadStoreSpec
     from wtransfer.weight_version import WeightVersions
     from wtransfer.weights import LoadWeights
 
@@ -129,188 +120,25 @@ class MemoryEngine(WeightTransferEngine[MemoryInitInfo, MemoryUpdateInfo]):
         """Do nothing: no resource is held."""
 
 
-# -- offloading spec
-
-
-class KeptChunk(NamedTuple):
-    """Content of one slot."""
-
-    key: OffloadKey
-    """Key of the chunk."""
-    pages: dict[tuple[int, int], torch.Tensor]
-    """Place in the chunk and number of the layer -> its page."""
-    checksums: dict[tuple[int, int], bytes]
-    """The same -> checksum of the page."""
-
-
-class Move(NamedTuple):
-    """One block of a job."""
-
-    slot: int
-    """Slot of its chunk."""
-    key: OffloadKey
-    """Key of its chunk."""
-    place: int
-    """Index of the block in the chunk."""
-    group: int
-    """Its group."""
-    block: int
-    """Its number in the cache."""
-
-
-class MemoryTierWorker(OffloadingWorker):
-    """Copy from tensors to a dictionary and back, job after job on a thread.
-
-    Args:
-        kv_caches: The cache.
-        blocks_per_chunk: Blocks that are kept under one key.
-    """
-
-    def __init__(self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int = 1) -> None:
-        self.slots: dict[int, KeptChunk] = {}
-        """Chunks by slot."""
-        self._pages = [
-            [kv_caches.tensors[ref.tensor_idx].tensor for ref in refs]
-            for refs in kv_caches.group_data_refs
-        ]
-        self._blocks_per_chunk = blocks_per_chunk
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory-tier")
-        self.jobs: dict[int, Future[int]] = {}
-        """Jobs that `get_finished` has not returned."""
-        self.num_bytes = 0
-        """Bytes copied so far, both ways."""
-
-    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Any) -> bool:
-        """Begin to copy blocks into the dictionary; the model computes meanwhile."""
-        self.jobs[job_id] = self._thread.submit(self.store, src_spec, dst_spec)
-        return True
-
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: GPULoadStoreSpec) -> bool:
-        """Begin to copy blocks into the cache."""
-        self.jobs[job_id] = self._thread.submit(self.load, dst_spec, src_spec)
-        return True
-
-    def get_finished(self) -> list[TransferResult]:
-        """Return the jobs that ended since the last call."""
-        done = [job_id for job_id, job in self.jobs.items() if job.done()]
-        return [self._result(job_id, self.jobs.pop(job_id)) for job_id in done]
-
-    def wait(self, job_ids: set[int]) -> None:
-        """Wait until these jobs have ended; others are ignored."""
-        wait([self.jobs[job_id] for job_id in job_ids & self.jobs.keys()])
-
-    def get_stats(self) -> dict[str, float]:
-        """Return the number of bytes copied."""
-        return {"bytes_total": self.num_bytes}
-
-    def shutdown(self) -> None:
-        """End the job that runs, cancel the others, and drop all chunks."""
-        self._thread.shutdown(cancel_futures=True)
-        self.slots.clear()
-
-    # -- on the thread
-
-    def store(self, gpu: GPULoadStoreSpec, where: Any) -> int:
-        """Copy blocks into the dictionary; return how many bytes."""
-        chunks: dict[int, KeptChunk] = {}
-        nbytes = 0
-        for move in self.moves(gpu, where):
-            kept = chunks.setdefault(move.slot, KeptChunk(move.key, {}, {}))
-            for layer, tensor in enumerate(self._pages[move.group]):
-                page = tensor[move.block].clone()
-                kept.pages[move.place, layer] = page
-                kept.checksums[move.place, layer] = checksum(page.numpy())
-                nbytes += page.nbytes
-        self.slots.update(chunks)
-        self.num_bytes += nbytes
-        return nbytes
-
-    def load(self, gpu: GPULoadStoreSpec, where: Any) -> int:
-        """Copy blocks into the cache; return how many bytes.
-
-        Raises:
-            ValueError: A slot holds another or a damaged block; the cache is as it was.
-        """
-        moves = list(self.moves(gpu, where))
-        if not all(self.fits(move) for move in moves):
-            raise ValueError(f"slots {where.slots} do not hold these blocks as they were stored")
-        nbytes = 0
-        for move in moves:
-            for layer, tensor in enumerate(self._pages[move.group]):
-                tensor[move.block] = self.slots[move.slot].pages[move.place, layer]
-                nbytes += tensor[move.block].nbytes
-        self.num_bytes += nbytes
-        return nbytes
-
-    def moves(self, gpu: GPULoadStoreSpec, where: Any) -> Iterator[Move]:
-        """Yield the blocks of a job with the chunk and the index in it."""
-        chunks = iter(zip(where.slots, where.keys, strict=True))
-        blocks = iter(gpu.block_ids)
-        for group, (size, first) in enumerate(zip(gpu.group_sizes, gpu.block_indices, strict=True)):
-            slot, key = 0, where.keys[0]
-            for number in range(size):
-                place = (first + number) % self._blocks_per_chunk
-                if number == 0 or place == 0:
-                    slot, key = next(chunks)
-                yield Move(slot, key, place, group, next(blocks))
-
-    def fits(self, move: Move) -> bool:
-        """Return whether a slot holds the block with the bytes that were stored."""
-        kept = self.slots.get(move.slot)
-        if kept is None or kept.key != move.key:
-            return False
-        layers = [(move.place, layer) for layer in range(len(self._pages[move.group]))]
-        return all(
-            at in kept.pages and checksum(kept.pages[at].numpy()) == kept.checksums[at]
-            for at in layers
-        )
-
-    @staticmethod
-    def _result(job_id: int, job: Future[int]) -> TransferResult:
-        success = job.exception() is None
-        return TransferResult(job_id, success, job.result() if success else 0)
-
-
-class MemorySpec(OffloadingSpec):
-    """Keep as many blocks as fit into ``memory_bytes_to_use``."""
-
-    manager_cls: type[CPUOffloadingManager] = CPUOffloadingManager
-    """The scheduler's side."""
-    worker_cls: type[MemoryTierWorker] = MemoryTierWorker
-    """The worker's side."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        chunk_nbytes = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk
-        self._num_slots = int(config.extra_config["memory_bytes_to_use"]) // chunk_nbytes
-        self._manager: CPUOffloadingManager | None = None
-        self._worker: MemoryTierWorker | None = None
-
-    def get_manager(self) -> CPUOffloadingManager:
-        """Return the scheduler's side."""
-        if self._manager is None:
-            self._manager = self.manager_cls(
-                self._num_slots, enable_events=self.config.enable_kv_cache_events
-            )
-        return self._manager
-
-    def get_worker(self, kv_caches: CanonicalKVCaches) -> MemoryTierWorker:
-        """Return the worker's side."""
-        if self._worker is None:
-            self._worker = self.worker_cls(kv_caches, self.blocks_per_chunk)
-        return self._worker
-
-
 # -- tier
+
+
+@dataclass(kw_only=True)
+class MemoryTierOptions:
+    """Options of the tier."""
+
+    shelf: str = ""
+    """Key in this process's dictionary of stores."""
 
 
 class MemoryTier(Tier):
     """Keep bytes in this process, under the option ``shelf``."""
 
+    options_cls = MemoryTierOptions
     shelves: ClassVar[defaultdict[str, dict[bytes, bytes]]] = defaultdict(dict)
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self.kept = self.shelves[options.get("shelf", "")]
+    def __init__(self, options: MemoryTierOptions) -> None:
+        self.kept = self.shelves[options.shelf]
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether a value is kept."""
@@ -372,9 +200,8 @@ class MemoryScheduler(ConnectorScheduler):
     def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
         super().__init__(config, kv_cache_config)
         self.instance = Instance.of(config)
-        options = config.kv_transfer_config.kv_connector_extra_config
-        self.shelf = SHELVES[options["shelf"]]
-        self.outlasts = bool(options.get("outlasts", False))
+        self.shelf = SHELVES[self.options.shelf]
+        self.outlasts = self.options.outlasts
         self.fence = SchedulerFence(self.instance.num_ranks)
         self.naming = BlockNaming(self.instance.block_size, self.instance.root)
         self.progress = TrackedRequests()
@@ -479,9 +306,8 @@ class MemoryWorker(ConnectorWorker):
 
     def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
         super().__init__(config, kv_cache_config)
-        options = config.kv_transfer_config.kv_connector_extra_config
-        self.shelf = SHELVES[options["shelf"]]
-        self.outlasts = bool(options.get("outlasts", False))
+        self.shelf = SHELVES[self.options.shelf]
+        self.outlasts = self.options.outlasts
         self.rank = Instance.of(config).rank
         self.fence = WorkerFence(self.rank)
         self.caches: Mapping[str, torch.Tensor] = {}
@@ -592,9 +418,20 @@ class MemoryWorker(ConnectorWorker):
         )
 
 
+@dataclass(kw_only=True)
+class MemoryConnectorOptions:
+    """Options of the connector."""
+
+    shelf: str
+    """Key in `SHELVES`."""
+    outlasts: bool = False
+    """True if loads end in a later step."""
+
+
 class MemoryConnector(KVConnectorBase_V1):
     """Keep blocks under ``shelf``; with ``outlasts``, loads end in a later step."""
 
+    options_cls = MemoryConnectorOptions
     scheduler_cls = MemoryScheduler
     worker_cls = MemoryWorker
     names_weights = True

@@ -722,7 +722,7 @@ class TierConformance(ConformanceKit):
 
     # -- construction, statistics and close
 
-    @usually("the constructor takes all options, or a copy of them, and refuses none")
+    @usually("the class has no options_cls, and its constructor refuses no option")
     def test_unknown_option_is_refused(
         self, found_cls: type[Tier], tier_options: dict[str, Any]
     ) -> None:

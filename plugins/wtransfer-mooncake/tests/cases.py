@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import pytest
 from wtransfer.errors import ClosedError, OffloadingOptionError
+from wtransfer.specs.tier import open_tier
 from wtransfer.testing.tier import TierConformance
 
 from wtransfer_mooncake.tier import MooncakeError, MooncakeTier
@@ -101,7 +102,7 @@ def say_ready():
 
 def contract():
     start_master()
-    tier, memory = MooncakeTier(OPTIONS), memoryview(bytearray(8 * NBYTES))
+    tier, memory = open_tier(MooncakeTier, OPTIONS), memoryview(bytearray(8 * NBYTES))
     tier.register_memory(memory)
     parts = [memory[n * NBYTES : (n + 1) * NBYTES] for n in range(8)]
     assert tier.contains([key(1), key(2)]) == [False, False]
@@ -162,7 +163,7 @@ def contract():
 
 def peer():
     """Keep two blocks, and stay."""
-    tier = MooncakeTier(OPTIONS)
+    tier = open_tier(MooncakeTier, OPTIONS)
     for number in (1, 2):
         tier.put(key(number), block(number))
     say_ready()
@@ -171,7 +172,7 @@ def peer():
 def two_processes():
     start_master()
     with started("peer"):
-        tier, got = MooncakeTier(OPTIONS), memoryview(bytearray(NBYTES))
+        tier, got = open_tier(MooncakeTier, OPTIONS), memoryview(bytearray(NBYTES))
         assert tier.contains([key(1), key(2), key(3)]) == [True, True, False]
         for number in (1, 2):
             assert tier.get(key(number), got)
@@ -185,11 +186,14 @@ def two_processes():
 
 def scheduler_gives_no_memory():
     start_master()
-    scheduler, none = MooncakeTier(OPTIONS), MooncakeTier({**OPTIONS, "segment_bytes": 0})
+    scheduler, none = (
+        open_tier(MooncakeTier, OPTIONS),
+        open_tier(MooncakeTier, {**OPTIONS, "segment_bytes": 0}),
+    )
     assert scheduler.contains([key(1)]) == [False]
     with pytest.raises(MooncakeError, match=r"no space.*\(-200\)"):
         none.put(key(1), block(1))
-    worker = MooncakeTier(OPTIONS)
+    worker = open_tier(MooncakeTier, OPTIONS)
     memory = block(1)
     worker.register_memory(memory)
     none.put(key(1), block(1))
@@ -201,7 +205,7 @@ def scheduler_gives_no_memory():
 def full_memory():
     """The master evicts; what is there is right."""
     start_master()
-    tier, got = MooncakeTier(OPTIONS), memoryview(bytearray(NBYTES))
+    tier, got = open_tier(MooncakeTier, OPTIONS), memoryview(bytearray(NBYTES))
     failed = 0
     for number in range(200):
         code = code_of(lambda number=number: tier.put(key(number), block(number)))
@@ -221,7 +225,7 @@ def full_memory():
 
 def close_waits():
     start_master()
-    tier = MooncakeTier(OPTIONS)
+    tier = open_tier(MooncakeTier, OPTIONS)
     is_in, leave, closed = threading.Event(), threading.Event(), threading.Event()
 
     def hold():
@@ -252,7 +256,7 @@ def close_waits():
 def killed_peer():
     """Its blocks are gone with it, which costs hits."""
     start_master()
-    tier, got = MooncakeTier(OPTIONS), memoryview(bytearray(NBYTES))
+    tier, got = open_tier(MooncakeTier, OPTIONS), memoryview(bytearray(NBYTES))
     # It has put nothing yet: all memory is the other's.
     with started("peer") as process:
         assert tier.get(key(1), got)
@@ -269,7 +273,7 @@ def killed_peer():
 
 def killed_master():
     master = start_master()
-    tier, got = MooncakeTier(OPTIONS), memoryview(bytearray(NBYTES))
+    tier, got = open_tier(MooncakeTier, OPTIONS), memoryview(bytearray(NBYTES))
     tier.put(key(1), block(1))
     end(master)
     for call in (
@@ -284,7 +288,7 @@ def killed_master():
         assert caught.value.code in (-900, -901)
         assert time.monotonic() - begun < PATIENCE_S
     with pytest.raises(MooncakeError, match="no Mooncake master at 127"):
-        MooncakeTier(OPTIONS)
+        open_tier(MooncakeTier, OPTIONS)
     # A new master knows of no blocks, and is given the memory anew.
     start_master()
     until(lambda: code_of(lambda: tier.put(key(3), block(3))) == 0)
@@ -306,11 +310,11 @@ def options():
         ({**OPTIONS, "colour": 1}, "colour"),
     ):
         with pytest.raises(OffloadingOptionError, match=name):
-            MooncakeTier(wrong)
+            open_tier(MooncakeTier, wrong)
     with pytest.raises(MooncakeError, match="no Mooncake master at 127"):
-        MooncakeTier({"master": "127.0.0.1:99999"})
+        open_tier(MooncakeTier, {"master": "127.0.0.1:99999"})
     start_master()
-    tier = MooncakeTier({"master": MASTER, "segment_bytes": 1 << 40})
+    tier = open_tier(MooncakeTier, {"master": MASTER, "segment_bytes": 1 << 40})
     # More than the machine has; it says so, and goes on.
     with pytest.raises(MooncakeError, match="segment_bytes"):
         tier.put(key(1), block(1))
@@ -321,7 +325,7 @@ def options():
 def exit_within_a_call():
     """The process ends in order, with a thread in the client and nothing closed."""
     master = start_master()
-    tier = MooncakeTier(OPTIONS)
+    tier = open_tier(MooncakeTier, OPTIONS)
     tier.put(key(1), block(1))
     end(master)
     # The first calls fail at once, those after them take seconds.

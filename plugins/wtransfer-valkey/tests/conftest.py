@@ -44,13 +44,15 @@ def server(serve):
 @pytest.fixture
 def make_tier():
     """Maker of tiers, which are closed with the test."""
+    from wtransfer.specs.tier import open_tier
+
     from wtransfer_valkey.tier import ValkeyTier
 
     with contextlib.ExitStack() as stack:
 
         def make(url, **options):
             # A machine that is busy fails no call.
-            made = ValkeyTier({"url": url, "timeout_s": 30.0, **options})
+            made = open_tier(ValkeyTier, {"url": url, "timeout_s": 30.0, **options})
             stack.callback(made.close)
             return made
 

@@ -12,6 +12,7 @@ import traceback
 import pytest
 from valkey_server import until
 from wtransfer.errors import OffloadingOptionError
+from wtransfer.specs.tier import open_tier
 
 from wtransfer_valkey.tier import ValkeyOptions, ValkeyTier
 
@@ -125,8 +126,9 @@ def test_threads_do_not_mix_up_values(tier):
 def test_another_process_sees_the_same_values(tier, server):
     script = (
         "import sys\n"
+        "from wtransfer.specs.tier import open_tier\n"
         "from wtransfer_valkey.tier import ValkeyTier\n"
-        "tier, into = ValkeyTier({'url': sys.argv[1]}), bytearray(3)\n"
+        "tier, into = open_tier(ValkeyTier, {'url': sys.argv[1]}), bytearray(3)\n"
         "assert tier.get(b'ours', memoryview(into)) and into == b'abc', into\n"
         "tier.put(b'theirs', memoryview(b'defg'))\n"
     )
@@ -201,7 +203,7 @@ def test_close_leaves_no_connection(server, make_tier):
 )
 def test_an_option_that_cannot_be_used_is_named(options, named):
     with pytest.raises(OffloadingOptionError, match=named):
-        ValkeyTier(options)
+        open_tier(ValkeyTier, options)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +222,7 @@ def test_an_option_that_cannot_be_used_is_named(options, named):
 )
 def test_errors_do_not_quote_the_password(url):
     with pytest.raises(OffloadingOptionError) as caught:
-        ValkeyTier({"url": url.format(SECRET)})
+        open_tier(ValkeyTier, {"url": url.format(SECRET)})
     assert SECRET not in "".join(traceback.format_exception(caught.value))
 
 
@@ -228,4 +230,4 @@ def test_no_representation_contains_the_password(make_tier):
     url = f"redis://user:{SECRET}@127.0.0.1:1"
     tier = make_tier(url)
     client = tier._server._client
-    assert SECRET not in repr([tier, ValkeyOptions(url), client, client.connection_pool])
+    assert SECRET not in repr([tier, ValkeyOptions(url=url), client, client.connection_pool])

@@ -35,7 +35,10 @@ def no_token(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"shelf_byte": 1}, r"shelf_byte.*the options are staging_bytes, lease_s, deadline_s"),
+        (
+            {"shelf_byte": 1},
+            r"shelf_byte.*the options are staging_bytes \(int\), lease_s ",
+        ),
         ({"staging_bytes": -1}, r"staging_bytes"),
         ({"lease_s": 0}, r"lease_s"),
         ({"deadline_s": "soon"}, r"deadline_s"),

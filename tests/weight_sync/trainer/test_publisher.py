@@ -139,7 +139,7 @@ TEXTS = {
     "deadline_s": "deadline_s is .*, expected a finite number",
     "on_lost_worker": "on_lost_worker is 'ignore', expected one of 'abort', 'drop'",
     "nonfinite": "expected one of 'allow', 'warn', 'reject'",
-    "options": "has the fields: .*bucket_nbytes|bucket_nbytes is 0, expected > 0",
+    "options": "unknown field `colour`; the.* bucket_nbytes|bucket_nbytes is 0, expected > 0",
     "engine": "shm",
 }
 

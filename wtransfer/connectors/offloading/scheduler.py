@@ -152,7 +152,8 @@ class OffloadingScheduler(ConnectorScheduler):
         self._block_size = instance.block_size
         extra = config.kv_transfer_config.kv_connector_extra_config or {}
         # A spec that has the deadline itself fails the job first.
-        self._job_s = 1.1 * read_options(OffloadingOptions, extra).deadline_s
+        own = {k: v for k, v in extra.items() if k in OffloadingOptions.__struct_fields__}
+        self._job_s = 1.1 * read_options(OffloadingOptions, own).deadline_s
         self._spec_name = extra.get("tier") or extra.get("spec_name", self.default_spec)
         self._blocks_per_chunk = blocks_per_chunk(extra, self._block_size)
         self._naming = self._name_blocks({})

@@ -34,7 +34,7 @@ _DAY_S = 86_400
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=_DAY_S)]
 
 
-class P2POptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+class P2POptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options in ``kv_connector_extra_config``."""
 
     staging_bytes: Annotated[int, msgspec.Meta(ge=0)] = 512 << 20

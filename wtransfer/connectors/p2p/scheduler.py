@@ -6,7 +6,7 @@ import logging
 from abc import abstractmethod
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from wtransfer.connectors.fenced import WeightReport, reported_versions
 from wtransfer.connectors.interface import ConnectorScheduler
@@ -21,7 +21,7 @@ from wtransfer.connectors.p2p.protocol import (
     TransferParams,
     read_params,
 )
-from wtransfer.connectors.serving_config import Instance, read_options
+from wtransfer.connectors.serving_config import Instance
 from wtransfer.connectors.tracked_requests import Tracked, TrackedRequests, only_group
 from wtransfer.kv.fence import SchedulerFence
 from wtransfer.weight_version import instance_fingerprint
@@ -60,12 +60,10 @@ class P2PScheduler(ConnectorScheduler):
         ConnectorOptionError: An option is not valid.
     """
 
-    options_cls: ClassVar[type[P2POptions]] = P2POptions
+    options: P2POptions
 
     def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
         super().__init__(config, kv_cache_config)
-        extra = config.kv_transfer_config.kv_connector_extra_config
-        self.options = read_options(self.options_cls, extra)
         self.instance = Instance.of(config)
         self._naming = BlockNaming(self.instance.block_size, self.instance.root)
         self._fence = SchedulerFence(self.instance.num_ranks)

@@ -14,7 +14,7 @@ from wtransfer.connectors.p2p.buffer import StagingBuffer
 from wtransfer.connectors.p2p.client import P2PClient, RemoteLoads, start_threads
 from wtransfer.connectors.p2p.protocol import P2PHandshake, P2POptions, P2PWorkerMetadata
 from wtransfer.connectors.p2p.server import P2PServer
-from wtransfer.connectors.serving_config import Instance, read_options
+from wtransfer.connectors.serving_config import Instance
 from wtransfer.kv.cache_view import CacheView
 from wtransfer.kv.copier import Chunks, Copier
 from wtransfer.kv.fence import WorkerFence
@@ -46,14 +46,12 @@ class P2PWorker(ConnectorWorker):
         ConnectorOptionError: An option is not valid.
     """
 
-    options_cls: ClassVar[type[P2POptions]] = P2POptions
+    options: P2POptions
     server_cls: ClassVar[type[P2PServer]] = P2PServer
     client_cls: ClassVar[type[P2PClient]] = P2PClient
 
     def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
         super().__init__(config, kv_cache_config)
-        extra = config.kv_transfer_config.kv_connector_extra_config
-        self.options = read_options(self.options_cls, extra)
         self.token = resolve_token(self.options.token)
         """Secret of both instances; None: each server makes one, and requests carry it."""
         self.instance = Instance.of(config)

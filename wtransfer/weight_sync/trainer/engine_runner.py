@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from wtransfer.calls import Call, forget_frames
+from wtransfer.config import decode_options
 from wtransfer.engines.border import EngineThread, call_engine, guarded
 from wtransfer.engines.factory import WeightTransferTrainerFactory, listen
 from wtransfer.errors import NotInitializedError, VersionNotKeptError
@@ -236,13 +237,8 @@ class EngineRunner:
         self.source = DigestingSource(
             source, getattr(cls, "digest_algorithm", "xxh3-128"), screen=screen
         )
-        try:
-            self._info = cls.init_info_cls(**options)
-        except (TypeError, ValueError) as error:
-            fields = ", ".join(getattr(cls.init_info_cls, "__dataclass_fields__", {})) or "none"
-            raise ValueError(
-                f"Invalid options for {cls.__name__}: {error}; it has the fields: {fields}"
-            ) from error
+        name = f"Invalid options for {cls.__name__}"
+        self._info = decode_options(options, cls.init_info_cls, ValueError, name)
         self._thread = EngineThread(logger)
 
     @property

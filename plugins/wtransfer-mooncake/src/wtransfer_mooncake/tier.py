@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import msgspec
 import numpy as np
 from wtransfer import Tier
-from wtransfer.config import convert_options
-from wtransfer.errors import ClosedError, OffloadingOptionError, WTransferError
+from wtransfer.errors import ClosedError, WTransferError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -54,7 +53,7 @@ class MooncakeError(WTransferError, OSError):
     """The store's number."""
 
 
-class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MooncakeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options in ``kv_connector_extra_config``."""
 
     master: Annotated[str, msgspec.Meta(pattern=r"^[^\s:]+:[0-9]{1,5}$")]
@@ -78,25 +77,17 @@ class MooncakeTier(Tier):
     or `get_many` the contents of `into` are undefined.
 
     Args:
-        options: `MooncakeOptions`.
+        options: The options.
 
     Raises:
-        OffloadingOptionError: An option is missing, unknown or cannot be used.
         MooncakeError: The store cannot be loaded, or its master not be reached.
     """
 
     example_options: ClassVar[Mapping[str, Any]] = {"master": "10.0.0.1:50051"}
     options_cls = MooncakeOptions
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        try:
-            self._options = convert_options(options, MooncakeOptions)
-        except msgspec.ValidationError as error:
-            known = ", ".join(MooncakeOptions.__struct_fields__)
-            raise OffloadingOptionError(
-                f"kv_connector_extra_config: {error}; the options of the tier 'mooncake' are "
-                f"{known}"
-            ) from error
+    def __init__(self, options: MooncakeOptions) -> None:
+        self._options = options
         self._changed = threading.Condition()
         self._num_running = 0
         self._is_closed = False

@@ -25,7 +25,6 @@ from valkey.connection import (
 from valkey.exceptions import ConnectionError as ServerLostError
 from valkey.exceptions import ValkeyClusterException
 from wtransfer import Tier
-from wtransfer.config import convert_options
 from wtransfer.errors import OffloadingOptionError
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ _COPIED = 4096  # bytes up to which an argument is copied into the command befor
 _YEARS_S = 100 * 365 * 86_400.0
 
 
-class ValkeyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ValkeyOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options in ``kv_connector_extra_config``."""
 
     url: str
@@ -51,6 +50,12 @@ class ValkeyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 2.0
     """Longest wait for the server to connect, to take a value or to answer, in seconds."""
 
+    def __post_init__(self) -> None:
+        try:
+            self.key_prefix.encode()
+        except UnicodeError as error:
+            raise ValueError(f"key_prefix: {error}") from error
+
     def __repr__(self) -> str:
         # The URL may contain a password.
         return f"{type(self).__name__}(...)"
@@ -60,28 +65,21 @@ class ValkeyTier(Tier):
     """Keeps blocks in a server.
 
     Args:
-        options: `ValkeyOptions`.
+        options: The options.
 
     Raises:
-        OffloadingOptionError: An option is missing, unknown or cannot be used.
+        OffloadingOptionError: The URL cannot be used, or not for a cluster.
     """
 
     example_options: ClassVar[Mapping[str, Any]] = {"url": "redis://127.0.0.1:6379"}
     options_cls = ValkeyOptions
     writes_after_get = False
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        try:
-            own = convert_options(options, ValkeyOptions)
-            self._prefix = own.key_prefix.encode()
-        except (msgspec.ValidationError, UnicodeError) as error:
-            known = ", ".join(ValkeyOptions.__struct_fields__)
-            raise OffloadingOptionError(
-                f"kv_connector_extra_config: {error}; the options of the tier 'valkey' are {known}"
-            ) from error
-        pool = _connection_pool(own)
-        self._server = _Cluster(own.url, pool) if own.cluster else _Server(pool)
-        self._expiry = () if own.expire_s is None else ("PX", int(own.expire_s * 1000))
+    def __init__(self, options: ValkeyOptions) -> None:
+        pool = _connection_pool(options)
+        self._prefix = options.key_prefix.encode()
+        self._server = _Cluster(options.url, pool) if options.cluster else _Server(pool)
+        self._expiry = () if options.expire_s is None else ("PX", int(options.expire_s * 1000))
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Ask for all keys at once."""

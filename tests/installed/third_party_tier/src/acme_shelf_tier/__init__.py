@@ -1,11 +1,19 @@
+from dataclasses import dataclass
 from pathlib import Path
 
 from wtransfer import Tier
 
 
+@dataclass(kw_only=True)
+class Options:
+    folder: str
+
+
 class ShelfTier(Tier):
+    options_cls = Options
+
     def __init__(self, options):
-        self.folder = Path(options["folder"])
+        self.folder = Path(options.folder)
 
     def contains(self, keys):
         return [(self.folder / key.hex()).exists() for key in keys]

@@ -1,25 +1,31 @@
-"""Tier `$name`: KV cache in files of a shared folder."""
+"""Tier `shelf-tier`: KV cache in files of a shared folder."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from wtransfer import Tier
 
 
-class $cls(Tier):
-    """Keep each value in a file of its own.
+@dataclass(kw_only=True)
+class Options:
+    """Options in ``kv_connector_extra_config``; all others are refused."""
 
-    Args:
-        options: ``folder``. A missing option, and one that is not looked at here, is refused.
-    """
+    folder: str
+    """Where the files are; every process has to see it."""
 
+
+class ShelfTier(Tier):
+    """Keep each value in a file of its own."""
+
+    options_cls = Options
     example_options: ClassVar[Mapping[str, Any]] = {"folder": "/mnt/kv"}
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self.folder = Path(options["folder"])
+    def __init__(self, options: Options) -> None:
+        self.folder = Path(options.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:

@@ -1,4 +1,4 @@
-"""KV connector `$name`: blocks of KV cache as files in a folder that instances share."""
+"""KV connector `shelf-connector`: blocks of KV cache as files in a folder that instances share."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar
 
-import msgspec
 import torch
 
 from wtransfer import KVConnectorBase_V1, Tier
 from wtransfer.connectors.interface import ConnectorScheduler, ConnectorWorker, KVConnectorMetadata
+from wtransfer.connectors.serving_config import Instance
 from wtransfer.connectors.tracked_requests import TrackedRequests, only_group
-from wtransfer.connectors.serving_config import Instance, read_options
 from wtransfer.kv.header import CHECKSUM_NBYTES, checksum
 from wtransfer.kv.keys import hash_blocks
 
 logger = logging.getLogger(__name__)
 
 
-class Options(msgspec.Struct, forbid_unknown_fields=True):
-    """Options of the connector, in ``kv_connector_extra_config``."""
+@dataclass(kw_only=True)
+class Options:
+    """Options in ``kv_connector_extra_config``; all others are refused."""
 
     folder: str
     """Where the files are; every process of every instance has to see it."""
@@ -37,12 +37,12 @@ class Step(KVConnectorMetadata):
     saves: list[tuple[str, int]] = field(default_factory=list)
 
 
-class ${cls}Scheduler(ConnectorScheduler):
+class ShelfConnectorScheduler(ConnectorScheduler):
     """Look blocks up by name, and plan loads and saves."""
 
     def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
         super().__init__(config, kv_cache_config)
-        self.folder, self.instance = _folder(config), Instance.of(config)
+        self.folder, self.instance = _folder(self.options), Instance.of(config)
         self.progress = TrackedRequests()
         self.first: dict[str, int] = {}
         self.loads: list[tuple[str, int]] = []
@@ -97,12 +97,12 @@ class ${cls}Scheduler(ConnectorScheduler):
         return all((self.folder / f"{name}.{n}").exists() for n in range(self.instance.num_ranks))
 
 
-class ${cls}Worker(ConnectorWorker):
+class ShelfConnectorWorker(ConnectorWorker):
     """Copy blocks between the caches of one rank and its files."""
 
     def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
         super().__init__(config, kv_cache_config)
-        self.folder, self.rank = _folder(config), Instance.of(config).rank
+        self.folder, self.rank = _folder(self.options), Instance.of(config).rank
         self.caches: Mapping[str, torch.Tensor] = {}
         self.staged: dict[str, list[torch.Tensor]] = {}
         self.not_loaded: set[int] = set()
@@ -166,17 +166,16 @@ class ${cls}Worker(ConnectorWorker):
         return True
 
 
-class $cls(KVConnectorBase_V1):
+class ShelfConnector(KVConnectorBase_V1):
     """The connector: names its two sides, which live in different processes."""
 
-    scheduler_cls = ${cls}Scheduler
-    worker_cls = ${cls}Worker
+    scheduler_cls = ShelfConnectorScheduler
+    worker_cls = ShelfConnectorWorker
     options_cls = Options
     example_options: ClassVar[Mapping[str, Any]] = {"folder": "/mnt/kv"}
 
 
-def _folder(config: Any) -> Path:
-    options = read_options(Options, config.kv_transfer_config.kv_connector_extra_config)
+def _folder(options: Options) -> Path:
     folder = Path(options.folder)
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -1,7 +1,7 @@
-"""Engine `$name`: weights through TCP streams, one from the trainer to each worker.
+"""Engine `stream-engine`: weights through TCP streams, one from the trainer to each worker.
 
 In every round the trainer listens, the workers dial and send the engine's token, and all tensors
-follow, in the order of the round's layout. The token authenticates workers; bytes are not encrypted.
+follow, in the order of the round's layout. The token authenticates workers; nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ CHUNK_NBYTES = 1 << 22
 
 
 @dataclass
-class ${cls}InitInfo(WeightTransferInitInfo):
-    """What a worker is told once, over the authenticated control channel."""
+class StreamEngineInitInfo(WeightTransferInitInfo):
+    """Init info of a worker, sent once over the authenticated control channel."""
 
     token: str
     timeout_s: float
 
 
 @dataclass
-class ${cls}UpdateInfo(WeightTransferUpdateInfo):
-    """What a worker is told in every round: where to dial."""
+class StreamEngineUpdateInfo(WeightTransferUpdateInfo):
+    """Address that a worker dials in a round."""
 
     host: str
     port: int
 
 
 @dataclass
-class ${cls}TrainerInitInfo(TrainerInitInfo):
+class StreamEngineTrainerInitInfo(TrainerInitInfo):
     """Options, for `options=` and `-o`."""
 
-    backend: ClassVar[str] = "$name"
+    backend: ClassVar[str] = "stream-engine"
     host: str = "127.0.0.1"
     """Address of this machine at which workers reach it."""
     timeout_s: float = 30.0
@@ -64,10 +64,10 @@ class ${cls}TrainerInitInfo(TrainerInitInfo):
             raise ValueError(f"timeout_s={self.timeout_s!r}: expected seconds above 0")
 
 
-class ${cls}Trainer(TrainerWeightTransferEngine[${cls}TrainerInitInfo]):
+class StreamEngineTrainer(TrainerWeightTransferEngine[StreamEngineTrainerInitInfo]):
     """Sends while the workers receive."""
 
-    init_info_cls = ${cls}TrainerInitInfo
+    init_info_cls = StreamEngineTrainerInitInfo
     _token = b""
     _sockets: tuple[socket.socket, ...] = ()
 
@@ -161,12 +161,12 @@ class ${cls}Trainer(TrainerWeightTransferEngine[${cls}TrainerInitInfo]):
         self.abort_weight_update()
 
 
-class $cls(WeightTransferEngine[${cls}InitInfo, ${cls}UpdateInfo]):
+class StreamEngine(WeightTransferEngine[StreamEngineInitInfo, StreamEngineUpdateInfo]):
     """Receives on a worker."""
 
-    init_info_cls = ${cls}InitInfo
-    update_info_cls = ${cls}UpdateInfo
-    trainer_cls = ${cls}Trainer
+    init_info_cls = StreamEngineInitInfo
+    update_info_cls = StreamEngineUpdateInfo
+    trainer_cls = StreamEngineTrainer
     multi_host = True
     # Each tensor has memory of its own, which is never written again: nothing needs to copy it,
     # or to digest it twice.
@@ -174,12 +174,12 @@ class $cls(WeightTransferEngine[${cls}InitInfo, ${cls}UpdateInfo]):
     writes_after_return = False
     allocates = True
 
-    _init_info: ${cls}InitInfo | None = None
+    _init_info: StreamEngineInitInfo | None = None
     _layout: TensorLayout | None = None
     _stream: socket.socket | None = None
     _aborted = False
 
-    def init_transfer_engine(self, init_info: ${cls}InitInfo) -> None:
+    def init_transfer_engine(self, init_info: StreamEngineInitInfo) -> None:
         """Keep the token."""
         self._init_info = init_info
 
@@ -191,7 +191,9 @@ class $cls(WeightTransferEngine[${cls}InitInfo, ${cls}UpdateInfo]):
         """Begin a round: an abort concerned the one before."""
         self._aborted = False
 
-    def receive_weights(self, update_info: ${cls}UpdateInfo, load_weights: LoadWeights) -> None:
+    def receive_weights(
+        self, update_info: StreamEngineUpdateInfo, load_weights: LoadWeights
+    ) -> None:
         """Dial, and pass each tensor on when it is there."""
         known, layout = self._init_info, self._layout
         if known is None or layout is None:
