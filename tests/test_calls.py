@@ -9,13 +9,16 @@ import gc
 import os
 import signal
 import threading
+import time
 import weakref
 
 import pytest
 import torch
 
+from wtransfer import calls
 from wtransfer.calls import (
     Announcer,
+    Changed,
     SerialThread,
     check_process,
     forget_frames,
@@ -123,6 +126,16 @@ def test_no_second_thread_helps_to_start_one_where_no_handler_runs(monkeypatch):
         start_call(lambda: None, "from the main thread, where one may raise")
     thread.stop()
     thread.join(PATIENCE_S)
+
+
+def test_a_notification_ends_every_wait_at_once(monkeypatch):
+    monkeypatch.setattr(calls, "CHECK_S", 60.0)  # the next look is not what ends them
+    changed, said = Changed(), []
+    waits = [start_call(lambda: changed.wait_for(lambda: said), "tests-wait") for _ in range(3)]
+    time.sleep(0.2)  # until they wait
+    said.append(1)
+    changed.notify_all()
+    assert all(each.done.wait(PATIENCE_S) for each in waits)
 
 
 def test_the_late_result_of_a_call_that_was_given_up_is_not_kept():
