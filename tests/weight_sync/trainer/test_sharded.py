@@ -145,6 +145,19 @@ def test_weights_that_are_sharded_from_one_round_to_the_next_are_gathered(sharde
         sharded["rows"].add_(1)
 
 
+def test_ranks_are_told_of_packed_weights_before_the_end_of_every_round(
+    sharded, fleet, monkeypatch
+):
+    told = []
+    for name in ("packed", "end"):
+        monkeypatch.setattr(ShardedSource, name, lambda *_, name=name: told.append(name))
+    made = fleet(sharded, engine="shm")
+    made.join({name: torch.zeros_like(each) for name, each in whole(sharded).items()})
+    for version in ("v1", "v2"):
+        assert made.publish(version).ok
+    assert told == ["packed", "end"] * 2
+
+
 class Unmade(MemoryTrainerEngine):
     """An engine that cannot be made."""
 
