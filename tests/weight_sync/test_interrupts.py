@@ -218,7 +218,7 @@ class Worker:
         self.made.source["layer.0"] += 1
         self.round = self.pool.submit(self.made.publisher.publish, self.version)
         if self.how == "commit_pending":
-            while not self.session.pending:
+            while not self.session.status().pending:
                 time.sleep(0.0005)
 
     def act(self):

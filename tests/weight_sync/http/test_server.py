@@ -80,8 +80,7 @@ def until_closed(sock):
 
 def joined(worker):
     """Return the address of the worker's publisher; None if it has none."""
-    publisher = worker.session.publisher
-    return None if publisher is None else publisher.address
+    return worker.session.status().publisher
 
 
 def join(worker, publisher, **more):
@@ -144,7 +143,7 @@ def test_lost_publisher_is_replaced_also_at_its_address_with_another_token(worke
         with Publisher(weights, listen=address, token=token) as publisher:
             join(worker, publisher, token=token)
             assert joined(worker) == address
-        until(lambda: not worker.session.connected)
+        until(lambda: not worker.session.status().connected)
 
 
 @pytest.mark.parametrize("owner_joined", [False, True])

@@ -31,6 +31,7 @@ from wtransfer.testing.contents import contents
 from wtransfer.weight_sync.http.client import HttpClient
 from wtransfer.weight_sync.trainer import coordinator
 from wtransfer.weight_sync.trainer.endpoints import Endpoints
+from wtransfer.weight_sync.worker.session import ServingHost
 from wtransfer.weight_sync.worker.target import StateDictTarget
 
 HTTP = Path(__file__).parents[1] / "http"
@@ -80,7 +81,7 @@ def test_two_workers_of_one_name_are_refused(weights):
 def test_all_workers_have_joined_when_the_publisher_is_made(start_worker, weights):
     workers = [start_worker() for _ in range(3)]
     with Publisher(weights, hosts=[each.address for each in workers]) as publisher:
-        assert publisher.hosts == {each.address: each.session.name for each in workers}
+        assert publisher.hosts == {each.address: each.session.status().worker for each in workers}
         report = publisher.publish("v1")
     assert sorted(each.worker for each in report.workers) == ["w0", "w1", "w2"]
     assert report.ok
@@ -115,9 +116,9 @@ def test_closed_publisher_deregisters(start_worker, weights):
     worker = start_worker()
     with Publisher(weights, hosts=[worker.address]) as publisher:
         assert publisher.publish("v1").ok
-        assert worker.session.connected
+        assert worker.session.status().connected
     assert worker.num_left == 1
-    assert not worker.session.connected
+    assert not worker.session.status().connected
     assert (worker.session.version, contents(worker.tensors)) == ("v1", contents(weights))
 
 
@@ -265,8 +266,12 @@ class Engine:
 
     def bring(self, number):
         """Let a replica join."""
-        session = WorkerSession(self.replicas[number], name=f"{self.name}-{number}", commit="copy")
-        session.host_ranks = self.host_ranks
+        session = WorkerSession(
+            self.replicas[number],
+            name=f"{self.name}-{number}",
+            commit="copy",
+            serving_host=ServingHost(num_ranks=self.host_ranks),
+        )
         session.join(**self.invited[-1]["wtransfer"])
         self.sessions.append(session)
 
@@ -501,7 +506,8 @@ def test_round_goes_on_while_a_worker_may_still_be_let_commit(
             report = round_.result(PATIENCE_S)
         except CommitError as error:
             report = error.report
-        held = next(each for each in report.workers if each.worker == slow.sessions[0].name)
+        name = slow.sessions[0].status().worker
+        held = next(each for each in report.workers if each.worker == name)
         assert (held.version, held.fingerprint) == ("v1", report.fingerprint)
     outcomes = {each.outcome for each in report.workers}
     # Of a host that has not answered it is not known that it computes with the version.
