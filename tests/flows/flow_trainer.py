@@ -11,9 +11,9 @@ from wtransfer.errors import CommitError
 from wtransfer.transport.channel import Listener
 from wtransfer.transport.framing import FrameReader
 from wtransfer.weight_sync.messages import CODEC, Commit
-from wtransfer.weight_sync.trainer.coordinator import Round
 from wtransfer.weight_sync.trainer.digesting import DigestingSource
 from wtransfer.weight_sync.trainer.publisher import Publisher
+from wtransfer.weight_sync.trainer.round import Round
 from wtransfer.weight_sync.trainer.workers import Worker
 
 PHASES_OF_ROUND = {"over": "idle"}
@@ -114,7 +114,7 @@ class TrainerPuppet(flow_stage.Puppet):
 
     def acks(self):
         """Return how many workers of the present round have said what they made of its commit."""
-        return sum(rank.ack is not None for rank in self.round.state.ranks())
+        return sum(rank.ack is not None for rank in self.round._coordinator.state.ranks())
 
     def refusal(self):
         return self.publisher.refusal and flow_stage.describe(self.publisher.refusal)

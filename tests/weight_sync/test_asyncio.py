@@ -11,6 +11,7 @@ import pytest
 
 from wtransfer.errors import ClosedError, NoWorkersError, RoundAbortedError
 from wtransfer.testing.contents import contents
+from wtransfer.weight_sync.trainer.round import Round
 from wtransfer.weight_sync.worker.target import StateDictTarget
 
 TICK_S = 0.01
@@ -88,7 +89,7 @@ def test_a_cancelled_task_aborts_its_round_and_the_next_one_goes_through(fleet, 
         with pytest.raises(asyncio.CancelledError):
             await publishing
         with pytest.raises(RoundAbortedError, match="interrupted by CancelledError"):
-            active.result(5)
+            Round(active).result(5)
         gated.gate.set()
         assert member.session.version is None
         report = await made.publisher.publish_async("v1")

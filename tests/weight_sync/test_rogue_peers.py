@@ -468,7 +468,7 @@ def test_answers_to_other_rounds_are_dropped_and_counted(publisher, joined):
     joined.say(*stale)
     round_id = through(joined).round_id
     joined.mail.expect(Commit)
-    joined.say(Ack(round_id, "committed", "v1", round_.proven.fingerprint, "serving", {}))
+    joined.say(Ack(round_id, "committed", "v1", FINGERPRINT, "serving", {}))
     assert round_.result(PATIENCE_S).ok
     assert publisher.num_dropped == len(stale)
 
@@ -570,7 +570,7 @@ def test_commit_that_comes_after_the_report_is_finished(publisher, joined, judge
     round_id = through(joined).round_id
     joined.mail.expect(Commit)
     assert [each.outcome for each in report_of(round_.result, PATIENCE_S).workers] == ["pending"]
-    joined.say(Ack(round_id, "committed", "v1", round_.proven.fingerprint, "serving", {}))
+    joined.say(Ack(round_id, "committed", "v1", FINGERPRINT, "serving", {}))
     assert joined.mail.expect(Finish).round_id == round_id
 
 

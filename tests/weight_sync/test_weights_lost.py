@@ -8,7 +8,8 @@ import torch
 from wtransfer.checkpoint.versions import VersionStore
 from wtransfer.errors import ClosedError, CommitError, RoundBusyError
 from wtransfer.testing.contents import contents
-from wtransfer.weight_sync.trainer.publisher import CATCH_UP_ATTEMPTS, Publisher
+from wtransfer.weight_sync.trainer.catch_up import MAX_ATTEMPTS
+from wtransfer.weight_sync.trainer.publisher import Publisher
 from wtransfer.weight_sync.worker.session import WorkerSession
 from wtransfer.weight_sync.worker.target import StateDictTarget
 
@@ -155,7 +156,7 @@ def test_worker_that_was_given_up_is_sent_the_weights_when_it_reports_a_loss_aga
     assert made.publish("v1").ok
     member.session.weights_lost("asleep")
     target.fails = True
-    for _ in range(CATCH_UP_ATTEMPTS):
+    for _ in range(MAX_ATTEMPTS):
         with pytest.raises(CommitError, match="the model says no"):
             member.session.commit_pending(5.0)
     target.fails = False

@@ -47,7 +47,7 @@ from wtransfer.weight_sync.worker.target import StateDictTarget
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from wtransfer.weight_sync.trainer.coordinator import Round
+    from wtransfer.weight_sync.trainer.round import Round
 
     MakeFleet = Callable[..., Fleet]
 
