@@ -146,24 +146,27 @@ def test_lost_publisher_is_replaced_also_at_its_address_with_another_token(worke
         until(lambda: not worker.session.status().connected)
 
 
-@pytest.mark.parametrize("owner_joined", [False, True])
+@pytest.mark.parametrize("owner_joins", ["never", "before", "afterwards"])
 @pytest.mark.parametrize("way", ["shutdown", "leave", "close"])
 def test_registered_publisher_is_left_and_the_owners_is_not(
-    worker, http, weights, owner_joined, way
+    worker, http, weights, owner_joins, way
 ):
     with Publisher(weights, token=TOKEN) as publisher:
-        if owner_joined:
+        if owner_joins == "before":
             worker.session.join(publisher.address)
         join(worker, publisher)
+        if owner_joins == "afterwards":
+            worker.session.leave(publisher.address)
+            worker.session.join(publisher.address)
         worker.client.leave("unix:@wt-never-joined")
         if way == "shutdown":
             left = http.post("/shutdown_weight_transfer_engine").json()["left"]
-            assert left == ([] if owner_joined else [publisher.address])
+            assert left == ([publisher.address] if owner_joins == "never" else [])
         elif way == "leave":
             worker.client.leave(publisher.address)
         else:
             worker.server.close()
-        assert joined(worker) == (publisher.address if owner_joined else None)
+        assert joined(worker) == (None if owner_joins == "never" else publisher.address)
 
 
 def test_second_publisher_is_refused_while_the_first_is_connected(worker, http, weights):
