@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import re
+import textwrap
 from pathlib import Path
 
 import click
@@ -81,6 +82,57 @@ def test_further_import_paths_exist_and_have_every_kit():
         if isinstance(node, ast.ClassDef) and node.name.endswith("Conformance")
     }
     check([path for path in documented if path.endswith("Conformance")], kits)
+
+
+def members(cls: type) -> set[str]:
+    """Return what is public of a class: methods with their arguments, attributes by name."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    stored = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
+    found = set()
+    for name in {*dir(cls), *getattr(cls, "__dataclass_fields__", {}), *stored}:
+        value = getattr(cls, name, None)
+        if inspect.isfunction(value):
+            found.add(f"{name}({', '.join([*inspect.signature(value).parameters][1:])})")
+        else:
+            found.add(name)
+    return {each for each in found if not each.startswith("_")}
+
+
+def held() -> dict[str, type]:
+    """Return the documented classes of weight updates whose members callers use, by name."""
+    paths = [f"wtransfer.{name}" for name in wtransfer.__all__] + rows(2, "Further import paths")
+    found = {}
+    for path in paths:
+        module, _, name = path.rpartition(".")
+        value = getattr(importlib.import_module(module), name)
+        if inspect.isclass(value) and value.__module__.startswith("wtransfer.weight_sync."):
+            found[name] = value
+    # Handed to a publisher, which calls it.
+    del found["ShardedSource"]
+    return found
+
+
+HELD = held()
+
+
+def test_classes_with_members():
+    check(re.findall(r"^### Members of `(\w+)`$", REFERENCE, re.MULTILINE), set(HELD))
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_members_of_a_class(name):
+    check(rows(3, f"Members of `{name}`"), members(HELD[name]))
+
+
+def test_a_session_stays_small():
+    assert len(rows(3, "Members of `WorkerSession`")) <= 16
 
 
 def imports(text: str) -> set[str]:

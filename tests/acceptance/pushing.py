@@ -9,7 +9,7 @@ def main(arguments, token, witness):
     """Push; the file `witness` says at any time, and after a SIGKILL, in which phase that is."""
     os.environ["WTRANSFER_TOKEN"] = token
     from wtransfer.cli import main as command
-    from wtransfer.weight_sync.trainer.coordinator import Round
+    from wtransfer.weight_sync.trainer.coordinator import Coordinator
 
     fd = os.open(witness, os.O_WRONLY)
 
@@ -17,5 +17,5 @@ def main(arguments, token, witness):
         vars(self)["phase"] = phase
         os.pwrite(fd, phase.encode().ljust(PHASE_NBYTES), 0)
 
-    Round.phase = property(lambda self: vars(self)["phase"], note)
+    Coordinator.phase = property(lambda self: vars(self)["phase"], note)
     command(arguments)

@@ -129,7 +129,7 @@ def test_one_document_has_everything(workers, write):
         "finish",
         "total",
     }
-    assert document["hosts"] == {each.address: each.session.name for each in workers}
+    assert document["hosts"] == {each.address: each.session.status().worker for each in workers}
     row = min(document["workers"], key=lambda each: each["worker"])
     assert {key: row[key] for key in ("worker", "host", "outcome", "version", "nbytes")} == {
         "worker": "w0",
@@ -499,14 +499,14 @@ def test_a_signal_ends_a_push_with_every_worker_whole(begin, workers, write, num
     before = [contents(each.tensors) for each in workers]
     # The second does not get to say whether the plan fits before the push is over.
     asked, release = threading.Event(), threading.Event()
-    hold = workers[1].session.schema
+    hold = workers[1].target.schema
 
     def held_back():
         asked.set()
         release.wait(2 * PATIENCE_S)
         return hold()
 
-    workers[1].session.schema = held_back
+    workers[1].target.schema = held_back
     child, log = begin(write(), "--json", to=workers)
     try:
         assert asked.wait(PATIENCE_S), log.read_text()
@@ -517,7 +517,7 @@ def test_a_signal_ends_a_push_with_every_worker_whole(begin, workers, write, num
     document = json.loads(log.read_text())
     assert (document["ok"], document["outcome"]) == (False, "interrupted")
     assert f"{number.name} ended the push" in document["error"]["message"]
-    workers[1].session.schema = hold
+    workers[1].target.schema = hold
     assert [contents(each.tensors) for each in workers] == before
     assert push(write("good"), to=workers).exit_code == 0
 
@@ -530,11 +530,10 @@ def test_stay_brings_late_workers_up_to_date_until_a_signal(begin, workers, writ
     with WorkerSession(tensors, join=address) as late:
         assert late.commit_pending(5)
         assert late.version == "step-7"
-        assert contents(late._target.capture()) == contents(WEIGHTS)
-        del tensors
+        assert contents(tensors) == contents(WEIGHTS)
     os.kill(child.pid, signal.SIGTERM)
     assert child.wait(PATIENCE_S) == 0
-    until(lambda: not workers[0].session.connected)
+    until(lambda: not workers[0].session.status().connected)
     assert workers[0].num_left == 1
 
 

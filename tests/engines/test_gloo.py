@@ -74,7 +74,7 @@ def test_a_source_that_hangs_is_blamed_and_not_a_worker_that_waits_for_it(
         made.join({name: torch.zeros_like(tensor) for name, tensor in weights.items()})
     with judged(made.publisher, 10):
         round_ = made.publisher.publish("v1", wait=False)
-        eventually(lambda: source.reached and round_._num_waiting)
+        eventually(lambda: source.reached and round_._coordinator._num_waiting)
         later(11)
         with pytest.raises(StallError) as stalled:
             round_.result()

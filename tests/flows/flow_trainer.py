@@ -11,7 +11,7 @@ from wtransfer.errors import CommitError
 from wtransfer.transport.channel import Listener
 from wtransfer.transport.framing import FrameReader
 from wtransfer.weight_sync.messages import CODEC, Commit
-from wtransfer.weight_sync.trainer.coordinator import Round
+from wtransfer.weight_sync.trainer.coordinator import Coordinator
 from wtransfer.weight_sync.trainer.digesting import DigestingSource
 from wtransfer.weight_sync.trainer.publisher import Publisher
 from wtransfer.weight_sync.trainer.workers import Worker
@@ -20,7 +20,7 @@ PHASES_OF_ROUND = {"over": "idle"}
 
 
 class WitnessedPhase:
-    """Stands for `Round.phase`, which it keeps and shows to the witness."""
+    """Stands for `Coordinator.phase`, which it keeps and shows to the witness."""
 
     def __get__(self, round_, cls=None):
         return self if round_ is None else vars(round_)["phase"]
@@ -37,8 +37,8 @@ class WitnessedPhase:
 
 def watch_rounds():
     """Show phases to the witness, and the time between the first commit and the second."""
-    Round.phase = WitnessedPhase()
-    init_workers, send = Round.init_workers, Worker.send_frame
+    Coordinator.phase = WitnessedPhase()
+    init_workers, send = Coordinator.init_workers, Worker.send_frame
 
     def init_and_tell(self, init_info):
         flow_stage.witness.enter("init")
@@ -60,7 +60,7 @@ def watch_rounds():
                 flow_stage.witness.enter("midst")
 
     DigestingSource.iter_buckets = iter_buckets_and_tell
-    Round.init_workers = init_and_tell
+    Coordinator.init_workers = init_and_tell
     Worker.send_frame = send_and_tell
 
 
@@ -114,7 +114,7 @@ class TrainerPuppet(flow_stage.Puppet):
 
     def acks(self):
         """Return how many workers of the present round have said what they made of its commit."""
-        return sum(rank.ack is not None for rank in self.round.state.ranks())
+        return sum(rank.ack is not None for rank in self.round._coordinator.state.ranks())
 
     def refusal(self):
         return self.publisher.refusal and flow_stage.describe(self.publisher.refusal)

@@ -61,7 +61,7 @@ class WorkerPuppet(flow_stage.Puppet):
         self._looked_at = 0.0
         self.witness.note("init")
         self.session = WorkerSession(self.target, **options)
-        self._watch_commits(self.session.weight_state)
+        self._watch_commits(self.session._committer.weight_state)
         self.session.join(join)
 
     def _watch_commits(self, state):
@@ -100,22 +100,22 @@ class WorkerPuppet(flow_stage.Puppet):
 
     def look(self):
         """Return what the model is and what the session says it is."""
-        update = self.session.weight_state.update
+        status = self.session.status()
         return {
             "numbers": self.model.numbers(),
-            "version": self.session.version,
-            "fingerprint": self.session.fingerprint,
-            "state": self.session.state,
-            "staging": update and update.round_id,
-            "connected": self.session.connected,
+            "version": status.version,
+            "fingerprint": status.fingerprint,
+            "state": status.state,
+            "staging": status.staging,
+            "connected": status.connected,
             "errors": self.errors,
-            "refusal": self.session.refusal and flow_stage.describe(self.session.refusal),
+            "refusal": status.refusal and flow_stage.describe(status.refusal),
         }
 
     def until_free(self, within_s):
         """Return the time at which no round has this session any more."""
         end = time.monotonic() + within_s
-        while self.session.weight_state.update is not None:
+        while self.session.status().staging is not None:
             if time.monotonic() > end:
                 raise TimeoutError(f"still staging {self.look()}")
             time.sleep(0.001)

@@ -137,6 +137,17 @@ def gated(weights):
     source.gate.set()
 
 
+@pytest.fixture
+def torn(weights):
+    """A target of the weights' form that cannot apply any update."""
+
+    class Torn(StateDictTarget):
+        def apply(self, tensors):
+            raise RuntimeError("the model says no")
+
+    return Torn({name: torch.zeros_like(tensor) for name, tensor in weights.items()})
+
+
 class Mail:
     """What came in, in order."""
 

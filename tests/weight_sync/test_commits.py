@@ -247,7 +247,7 @@ def test_a_commit_that_is_not_applied_in_time_is_pending_and_can_be_applied_late
     # It is not sent again what it has (it would have to refuse that), though there is time for it.
     time.sleep(0.2)
     assert [each.state for each in made.publisher.workers()] == ["pending", "serving"]
-    assert slow.session.last_error is None
+    assert slow.session.status().last_error is None
 
     # A new plan is refused, by everybody.
     step_on(made)

@@ -217,7 +217,7 @@ def test_engine_that_hangs_before_the_commit_is_left_behind(
     by_trainer = step in ("trainer_init", "send")
     with judged(two_workers.publisher, 10):
         round_ = two_workers.publisher.publish("v1", wait=False)
-        until(lambda: trouble.step is None and (by_trainer or round_._num_waiting))
+        until(lambda: trouble.step is None and (by_trainer or round_._coordinator._num_waiting))
         later(8)
         time.sleep(2 * CHECK_S)  # the engine would be late by now, if it did not wait
         later(3)
@@ -255,9 +255,9 @@ def test_an_engine_is_not_late_when_it_has_waited_for_a_worker_that_was_given_up
     trouble.step, trouble.hangs = "receive", True
     with judged(made.publisher, 10):
         round_ = made.publisher.publish("v1", wait=False)
-        until(lambda: trouble.step is None and round_._num_waiting)
+        until(lambda: trouble.step is None and round_._coordinator._num_waiting)
         # Only the other one is late.
-        until(lambda: any(rank.num_received for rank in round_.state.ranks()))
+        until(lambda: any(rank.num_received for rank in round_._coordinator.state.ranks()))
         later(11)
         report = made.finish(round_)
     assert sorted(worker.outcome for worker in report.workers) == ["committed", "dropped"]

@@ -109,7 +109,7 @@ def commit_once(members):
         try:
             assert member.session.commit_pending(5)
         except CommitError as error:
-            errors[member.session.name] = error
+            errors[member.session.status().worker] = error
 
     threads = [threading.Thread(target=step, args=(member,)) for member in members]
     for thread in threads:

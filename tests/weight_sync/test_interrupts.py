@@ -222,7 +222,7 @@ class Worker:
         self.made.source["layer.0"] += 1
         self.round = self.pool.submit(self.made.publisher.publish, self.version)
         if self.how == "commit_pending":
-            while not self.session.pending:
+            while not self.session.status().pending:
                 assert not self.round.done(), self.round.exception()
                 time.sleep(0.0005)
 
@@ -399,6 +399,22 @@ def test_a_close_interrupted_at_any_place_closes_all_the_same(fleet, weights, ho
         state.made.close()
 
     assert interrupted_everywhere(close, check, prepare) > 5
+
+
+def test_result_that_is_interrupted_ends_its_round(fleet, gated, signals):
+    made = fleet(gated)
+    made.join({name: tensor.clone().zero_() for name, tensor in gated.tensors.items()})
+    gated.gate.clear()
+    round_ = made.publisher.publish("v", wait=False)
+    assert gated.reached.wait(PATIENCE_S)
+    # Long after the wait has begun: before it there is no round to end.
+    signals.armed = True
+    signals.orders.submit(signals.send, 0.5)
+    with pytest.raises(Interruption):
+        round_.result(PATIENCE_S)
+    with pytest.raises(RoundAbortedError, match="interrupted by Interruption"):
+        round_.result(PATIENCE_S)
+    gated.gate.set()
 
 
 def storm(subject, signals, num_strikes):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from wtransfer.testing.contents import contents
-from wtransfer.weight_sync.worker import session as session_module
+from wtransfer.weight_sync.worker import committer as committer_module
 from wtransfer.weight_sync.worker.session import WorkerSession
 from wtransfer.weight_sync.worker.target import StateDictTarget
 from wtransfer.weight_version import ProcessWeights
@@ -34,7 +34,7 @@ class Watching(StateDictTarget):
 def process(monkeypatch):
     """The names of this process as if the test were alone in it."""
     made = ProcessWeights()
-    monkeypatch.setattr(session_module, "process_weights", made)
+    monkeypatch.setattr(committer_module, "process_weights", made)
     return made
 
 
@@ -162,7 +162,7 @@ def named(fleet, monkeypatch):
     def publish(dtypes, *, wire=torch.float32, cast=True):
         weights = {name: torch.arange(4).to(wire) for name in dtypes}
         process = ProcessWeights()
-        monkeypatch.setattr(session_module, "process_weights", process)
+        monkeypatch.setattr(committer_module, "process_weights", process)
         made = fleet(weights, engine="shm")
         model = {name: torch.zeros(4, dtype=dtype) for name, dtype in dtypes.items()}
         member = made.join(model, cast=cast)

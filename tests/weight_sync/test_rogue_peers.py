@@ -154,7 +154,7 @@ def test_late_and_replayed_messages_are_dropped_and_counted(rogue, session, work
     assert rogue.mail.expect(Received).seq == 0
     rogue.say(Data("r8", 0, {"names": ["a", "b"]}), Commit("r8"))
     rogue.mail.nothing()
-    assert session.num_dropped == len(stale) + 3
+    assert session.status().num_dropped == len(stale) + 3
     assert session.state == "serving"
     assert contents(worker_model) == held
 
@@ -173,7 +173,7 @@ def test_digests_are_compared_once_and_only_by_a_worker_that_has_asked_for_them(
     rogue.say(asked_for, Commit("r1"))
     assert session.commit_pending(PATIENCE_S)
     rogue.mail.expect(Ack)
-    assert session.num_dropped == 3
+    assert session.status().num_dropped == 3
     held = contents(worker_model)
 
     assert deliver(rogue, "r2", "v2", sent="another set").fingerprint == FINGERPRINT
@@ -184,7 +184,7 @@ def test_digests_are_compared_once_and_only_by_a_worker_that_has_asked_for_them(
     assert (fault.round_id, fault.error.kind) == ("r2", "DigestMismatchError")
     assert fault.error.facts["pieces"] == ["b"]
     rogue.mail.nothing()
-    assert session.num_dropped == 3 + 5
+    assert session.status().num_dropped == 3 + 5
     assert (session.state, session.version, contents(worker_model)) == ("serving", "v1", held)
     deliver(rogue, "r3", "v3")
 
@@ -207,17 +207,17 @@ def test_worker_that_has_asked_for_digests_does_not_wait_for_them(
     rogue, session, shelf, until, end
 ):
     deliver(rogue, "r1", "v1", sent="another set")
-    assert session.weight_state.busy
+    assert session.status().staging == "r1"
     if end == "lost":
         rogue.connection.close()
         reconnect(rogue, shelf)
     elif end == "abort":
         rogue.say(Abort("r1", "another worker has failed"))
     if end != "superseded":
-        until(lambda: not session.weight_state.busy)
+        until(lambda: session.status().staging is None)
     rogue.say(*([Compare("r1", DIGESTS)] if end != "superseded" else []))
     assert deliver(rogue, "r2", "v2").fingerprint == FINGERPRINT
-    assert session.num_dropped == (end != "superseded")
+    assert session.status().num_dropped == (end != "superseded")
     rogue.say(Commit("r2"))
     assert session.commit_pending(PATIENCE_S)
 
@@ -468,7 +468,7 @@ def test_answers_to_other_rounds_are_dropped_and_counted(publisher, joined):
     joined.say(*stale)
     round_id = through(joined).round_id
     joined.mail.expect(Commit)
-    joined.say(Ack(round_id, "committed", "v1", round_.proven.fingerprint, "serving", {}))
+    joined.say(Ack(round_id, "committed", "v1", FINGERPRINT, "serving", {}))
     assert round_.result(PATIENCE_S).ok
     assert publisher.num_dropped == len(stale)
 
@@ -570,7 +570,7 @@ def test_commit_that_comes_after_the_report_is_finished(publisher, joined, judge
     round_id = through(joined).round_id
     joined.mail.expect(Commit)
     assert [each.outcome for each in report_of(round_.result, PATIENCE_S).workers] == ["pending"]
-    joined.say(Ack(round_id, "committed", "v1", round_.proven.fingerprint, "serving", {}))
+    joined.say(Ack(round_id, "committed", "v1", FINGERPRINT, "serving", {}))
     assert joined.mail.expect(Finish).round_id == round_id
 
 

@@ -85,7 +85,7 @@ def test_a_catch_up_does_not_make_the_weights_younger(fleet, weights, scraped, u
     made.publish("v1")
     before, now = read(), now + 1000
     late = made.join()
-    until(lambda: late.session.pending)
+    until(lambda: late.session.status().pending)
     made.step()
     ended = "wtransfer_rounds_ended_total", "", "committed", "trainer"
     until(lambda: read()[ended] == before[ended] + 1)

@@ -21,7 +21,7 @@ from wtransfer.errors import (
 )
 from wtransfer.testing.contents import contents
 from wtransfer.testing.fakes import MemoryEngine
-from wtransfer.weight_sync.worker import session as session_module
+from wtransfer.weight_sync.worker import committer as committer_module
 from wtransfer.weight_sync.worker import staging as staging_module
 from wtransfer.weight_sync.worker.target import StateDictTarget
 from wtransfer.weight_version import ProcessWeights
@@ -126,7 +126,7 @@ def changed(fleet):
             for each in source.values() if isinstance(source, dict) else source.parameters():
                 each.add_(1)
         round_ = made.publisher.publish("v2", wait=False)
-        while not member.session.pending:
+        while not member.session.status().pending:
             assert not round_.done
         change(member.model)
         return member, round_
@@ -138,7 +138,7 @@ def changed(fleet):
 def process(monkeypatch):
     """The names of this process as if the test were alone in it."""
     made = ProcessWeights()
-    monkeypatch.setattr(session_module, "process_weights", made)
+    monkeypatch.setattr(committer_module, "process_weights", made)
     return made
 
 
@@ -211,7 +211,7 @@ def test_target_of_a_users_own_whose_model_changed_after_the_vote_has_no_name(
     assert made.publish("v1").ok
     made.source["a"] += 1
     round_ = made.publisher.publish("v2", wait=False)
-    while not member.session.pending:
+    while not member.session.status().pending:
         assert not round_.done
     change(tensors)
     with pytest.raises(CommitError) as caught:
@@ -358,15 +358,15 @@ def test_refused_update_is_logged_and_kept_until_one_is_applied(fleet, weights, 
     wrong = fresh(weights)
     wrong["layer.1"] = torch.zeros(2)
     member = made.join(wrong)
-    assert member.session.last_error is None
+    assert member.session.status().last_error is None
     with caplog.at_level(logging.WARNING), pytest.raises(SchemaError):
         made.publish("v1")
-    assert isinstance(member.session.last_error, SchemaError)
-    assert "layer.1" in str(member.session.last_error)
+    assert isinstance(member.session.status().last_error, SchemaError)
+    assert "layer.1" in str(member.session.status().last_error)
     assert "worker-0 refuses an update: " in caplog.text
     wrong["layer.1"] = torch.zeros(3, 4)
     assert made.publish("v2").ok
-    assert member.session.last_error is None
+    assert member.session.status().last_error is None
 
 
 def test_wait_for_applies_what_comes_until_the_version_is_there(fleet, weights):

@@ -8,7 +8,8 @@ import torch
 from wtransfer.checkpoint.versions import VersionStore
 from wtransfer.errors import ClosedError, CommitError, RoundBusyError
 from wtransfer.testing.contents import contents
-from wtransfer.weight_sync.trainer.publisher import CATCH_UP_ATTEMPTS, Publisher
+from wtransfer.weight_sync.trainer.catch_up import MAX_ATTEMPTS
+from wtransfer.weight_sync.trainer.publisher import Publisher
 from wtransfer.weight_sync.worker.session import WorkerSession
 from wtransfer.weight_sync.worker.target import StateDictTarget
 
@@ -63,7 +64,7 @@ def test_worker_that_loses_its_weights_is_empty_until_the_publisher_sends_them_a
     lose(loses)
     assert (loses.session.version, loses.session.state) == (None, "empty")
     assert loses.session.fingerprint.startswith("local:")
-    assert not loses.session.pending
+    assert not loses.session.status().pending
     # Nobody publishes: the publisher was told, and brings what is current.
     assert loses.session.commit_pending(5.0)
     assert (loses.session.fingerprint, loses.session.state) == (report.fingerprint, "serving")
@@ -93,10 +94,10 @@ def test_a_set_that_waits_outlives_the_weights_that_it_was_to_replace(
     weights["layer.0"] += 1
     with judged(made.publisher, 0.5):
         late = made.publisher.publish("v2", wait=False)
-    until(lambda: member.session.pending)
+    until(lambda: member.session.status().pending)
     lose(member)
     # For the host: it must not serve. For the publisher: there is nothing to send.
-    assert (member.session.state, member.session.pending) == ("empty", True)
+    assert (member.session.state, member.session.status().pending) == ("empty", True)
     until(lambda: told(made) == [(None, "pending")])
     assert [each.outcome for each in report_of(late.result, 5).workers] == ["pending"]
     assert member.session.commit_pending()
@@ -112,7 +113,7 @@ def test_publisher_joined_after_the_loss_is_told_of_the_pending_set(
     made = fleet(weights, engine=engines["memory"])
     member = made.join(commit="copy")
     round_ = made.publisher.publish("v1", wait=False)
-    until(lambda: member.session.pending)
+    until(lambda: member.session.status().pending)
     lose(member)
     member.session.leave(made.publisher.address)
     with Publisher(weights, engine=engines["memory"]) as other:
@@ -120,7 +121,7 @@ def test_publisher_joined_after_the_loss_is_told_of_the_pending_set(
         other.wait_for_workers(1, 5.0)
         assert [(each.version, each.state) for each in other.workers()] == [(None, "pending")]
         # Its publisher has gone, and the next one hears what came of it.
-        assert member.session.orphaned
+        assert member.session.status().orphaned
         assert member.session.commit_pending()
         until(lambda: [each.version for each in other.workers()] == ["v1"])
     assert [each.outcome for each in report_of(round_.result, 5).workers] == ["lost"]
@@ -155,7 +156,7 @@ def test_worker_that_was_given_up_is_sent_the_weights_when_it_reports_a_loss_aga
     assert made.publish("v1").ok
     member.session.weights_lost("asleep")
     target.fails = True
-    for _ in range(CATCH_UP_ATTEMPTS):
+    for _ in range(MAX_ATTEMPTS):
         with pytest.raises(CommitError, match="the model says no"):
             member.session.commit_pending(5.0)
     target.fails = False

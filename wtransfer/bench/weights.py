@@ -811,10 +811,10 @@ def _session(model: Any, setup: Setup, commit: Any = "adopt") -> WorkerSession:
 def _while_published(session: WorkerSession) -> Iterator[None]:
     """Yield until the publisher has been there and is gone."""
     deadline = Deadline(_JOIN_S)
-    while not session.connected:
+    while not session.status().connected:
         deadline.check("the bench's publisher")
         yield
-    while session.connected:
+    while session.status().connected:
         yield
 
 

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from wtransfer.weight_sync.report import Report, WorkerReport
-    from wtransfer.weight_sync.trainer.coordinator import Round
     from wtransfer.weight_sync.trainer.publisher import Publisher
+    from wtransfer.weight_sync.trainer.round import Round
 
 ADVICE = {
     "pending": "it has verified the update, and applies it when its model gets to it",

@@ -96,7 +96,7 @@ def worker(
                 click.echo(f"token: {token} (a new one, for publishers: set it as WTRANSFER_TOKEN)")
             nbytes = sum(tensor.nbytes for tensor in tensors.values())
             click.echo(
-                f"ready: {server.url} (worker {session.name}, {len(tensors)} tensors, "
+                f"ready: {server.url} (worker {session.status().worker}, {len(tensors)} tensors, "
                 f"{nbytes:,} bytes)"
             )
             while True:
@@ -108,9 +108,9 @@ def worker(
                     click.echo(str(error), err=True)
                     continue
                 if applied:
-                    held = session.weight_state.held
+                    now = session.status()
                     click.echo(
-                        f"now {held.version!r}: {held.fingerprint} (verified by {held.verified})"
+                        f"now {now.version!r}: {now.fingerprint} (verified by {now.verified})"
                     )
     except EndSignal:
         sys.exit(0)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from wtransfer.weight_sync.report import Report
-    from wtransfer.weight_sync.trainer.coordinator import Round
+    from wtransfer.weight_sync.trainer.round import Round
     from wtransfer.weights import WeightSource, WeightTarget
 
 STEP_S = 0.005
@@ -100,16 +100,16 @@ class Fleet:
         )
         member = Member(model, session)
         self.members.append(member)
-        self._await_hello(session.name)
+        self._await_hello(session.status().worker)
         return member
 
     def leave(self, member: Member) -> None:
         """Close a worker's session and wait until the publisher knows that it is gone."""
         self.members.remove(member)
         member.session.close()
-        deadline = Deadline(self.deadline_s)
-        while self._knows(member.session.name):
-            deadline.check(f"the end of {member.session.name}")
+        deadline, name = Deadline(self.deadline_s), member.session.status().worker
+        while self._knows(name):
+            deadline.check(f"the end of {name}")
             time.sleep(_POLL_S)
 
     def publish(self, version: str) -> Report:

@@ -155,7 +155,7 @@ def test_vllms_client_lets_a_worker_join_a_publisher(client, worker):
     assert worker.session.version == "step-1"
     assert {k: v.tolist() for k, v in worker.weights.items()} == {"a": [1, 1], "b": [1, 1, 1]}
     client.shutdown_weight_transfer_engine()
-    assert worker.session.publisher is None
+    assert worker.session.status().publisher is None
 
 
 @pytest.mark.parametrize("call", ["start_weight_update", "finish_weight_update"])

@@ -153,7 +153,7 @@ def test_leave_invitation_leaves_that_publisher_only(member):
         for publisher in (second, first, first):
             invite(member, publisher, leave=True)
             assert member.outcome.error is None
-            assert (member.session.publisher is None) is (publisher is first)
+            assert (member.session.status().publisher is None) is (publisher is first)
 
 
 def test_failed_join_is_an_outcome_and_not_raised(member, monkeypatch):

@@ -19,7 +19,7 @@ from torch import nn
 from wtransfer import CheckpointSource, Publisher, WorkerSession
 from wtransfer.checkpoint.source import seal
 from wtransfer.testing.fleet import Fleet
-from wtransfer.weight_sync.worker import session as session_module
+from wtransfer.weight_sync.worker import committer as committer_module
 from wtransfer.weight_sync.worker.target import StateDictTarget
 from wtransfer.weight_version import ProcessWeights
 
@@ -107,7 +107,7 @@ def process(cache, monkeypatch):
 
 def new_process(monkeypatch):
     made = ProcessWeights()
-    for module in (vouching, session_module):
+    for module in (vouching, committer_module):
         monkeypatch.setattr(module, "process_weights", made)
     return made
 

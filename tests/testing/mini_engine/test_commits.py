@@ -10,6 +10,7 @@ from wtransfer.deadline import Deadline
 from wtransfer.errors import CommitError
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig
 from wtransfer.testing.mini_engine.reference import some_prompts
+from wtransfer.weight_sync.worker.target import ModuleTarget
 
 BLOCK_SIZE = 16
 LONG = 16
@@ -84,13 +85,13 @@ def test_nothing_is_computed_while_the_session_is_empty(kit, host, trainer, monk
     assert host.generate([prompt], kit.NEW_TOKENS) == [kit.reference(prompt, 7)]
     worker = host.executor.worker
 
-    def tear(tensors):
+    def tear(_target, _tensors):
         next(iter(worker.model.parameters())).data.fill_(0.5)
         raise OSError("no such memory")
 
     with monkeypatch.context() as patch:
         if way == "torn":
-            patch.setattr(worker.session._target, "apply", tear)
+            patch.setattr(ModuleTarget, "apply", tear)
             published, deadline = trainer.publish("torn", 1), Deadline(kit.PATIENCE_S)
             while worker.session.state != "empty":
                 deadline.check("a commit")

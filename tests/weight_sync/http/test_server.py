@@ -80,8 +80,7 @@ def until_closed(sock):
 
 def joined(worker):
     """Return the address of the worker's publisher; None if it has none."""
-    publisher = worker.session.publisher
-    return None if publisher is None else publisher.address
+    return worker.session.status().publisher
 
 
 def join(worker, publisher, **more):
@@ -144,27 +143,30 @@ def test_lost_publisher_is_replaced_also_at_its_address_with_another_token(worke
         with Publisher(weights, listen=address, token=token) as publisher:
             join(worker, publisher, token=token)
             assert joined(worker) == address
-        until(lambda: not worker.session.connected)
+        until(lambda: not worker.session.status().connected)
 
 
-@pytest.mark.parametrize("owner_joined", [False, True])
+@pytest.mark.parametrize("owner_joins", ["never", "before", "afterwards"])
 @pytest.mark.parametrize("way", ["shutdown", "leave", "close"])
 def test_registered_publisher_is_left_and_the_owners_is_not(
-    worker, http, weights, owner_joined, way
+    worker, http, weights, owner_joins, way
 ):
     with Publisher(weights, token=TOKEN) as publisher:
-        if owner_joined:
+        if owner_joins == "before":
             worker.session.join(publisher.address)
         join(worker, publisher)
+        if owner_joins == "afterwards":
+            worker.session.leave(publisher.address)
+            worker.session.join(publisher.address)
         worker.client.leave("unix:@wt-never-joined")
         if way == "shutdown":
             left = http.post("/shutdown_weight_transfer_engine").json()["left"]
-            assert left == ([] if owner_joined else [publisher.address])
+            assert left == ([publisher.address] if owner_joins == "never" else [])
         elif way == "leave":
             worker.client.leave(publisher.address)
         else:
             worker.server.close()
-        assert joined(worker) == (publisher.address if owner_joined else None)
+        assert joined(worker) == (None if owner_joins == "never" else publisher.address)
 
 
 def test_second_publisher_is_refused_while_the_first_is_connected(worker, http, weights):

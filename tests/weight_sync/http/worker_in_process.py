@@ -14,6 +14,7 @@ import httpx
 from wtransfer import WorkerServer, WorkerSession
 from wtransfer.errors import CommitError
 from wtransfer.weight_sync.http.client import HttpClient
+from wtransfer.weight_sync.worker.target import as_target
 
 
 class HttpWorker:
@@ -23,9 +24,8 @@ class HttpWorker:
         self, tensors, *, token, name="w0", address=None, target=None, steps=True, **options
     ):
         self.tensors = tensors
-        self.session = WorkerSession(
-            target or tensors, name=name, token=token or "own", commit="copy", deadline_s=5
-        )
+        self.target = as_target(target or tensors, "copy")
+        self.session = WorkerSession(self.target, name=name, token=token or "own", deadline_s=5)
         self.num_joined = self.num_left = 0
         join, leave = self.session.join, self.session.leave
 

@@ -8,7 +8,7 @@ import pytest
 
 from wtransfer.errors import GroupError, PeerLostError, StallError
 from wtransfer.weight_sync.messages import Hello, Progress
-from wtransfer.weight_sync.trainer.coordinator import Round, Rules
+from wtransfer.weight_sync.trainer.coordinator import Coordinator, Rules
 from wtransfer.weight_sync.trainer.engine_runner import Origin
 from wtransfer.weight_sync.trainer.membership import Membership
 from wtransfer.weight_sync.trainer.workers import Worker
@@ -25,7 +25,7 @@ def group():
             for name in names
         ]
         source = SimpleNamespace(moved_at=0.0, reading=False)
-        round_ = Round(
+        round_ = Coordinator(
             "v1",
             runner=SimpleNamespace(source=source, name="gloo", plugin="engines:gloo", started=True),
             membership=Membership(on_join=None),

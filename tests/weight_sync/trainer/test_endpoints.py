@@ -31,6 +31,8 @@ from wtransfer.testing.contents import contents
 from wtransfer.weight_sync.http.client import HttpClient
 from wtransfer.weight_sync.trainer import coordinator
 from wtransfer.weight_sync.trainer.endpoints import Endpoints
+from wtransfer.weight_sync.trainer.round import Round
+from wtransfer.weight_sync.worker.session import ServingHost
 from wtransfer.weight_sync.worker.target import StateDictTarget
 
 HTTP = Path(__file__).parents[1] / "http"
@@ -80,7 +82,7 @@ def test_two_workers_of_one_name_are_refused(weights):
 def test_all_workers_have_joined_when_the_publisher_is_made(start_worker, weights):
     workers = [start_worker() for _ in range(3)]
     with Publisher(weights, hosts=[each.address for each in workers]) as publisher:
-        assert publisher.hosts == {each.address: each.session.name for each in workers}
+        assert publisher.hosts == {each.address: each.session.status().worker for each in workers}
         report = publisher.publish("v1")
     assert sorted(each.worker for each in report.workers) == ["w0", "w1", "w2"]
     assert report.ok
@@ -115,9 +117,9 @@ def test_closed_publisher_deregisters(start_worker, weights):
     worker = start_worker()
     with Publisher(weights, hosts=[worker.address]) as publisher:
         assert publisher.publish("v1").ok
-        assert worker.session.connected
+        assert worker.session.status().connected
     assert worker.num_left == 1
-    assert not worker.session.connected
+    assert not worker.session.status().connected
     assert (worker.session.version, contents(worker.tensors)) == ("v1", contents(weights))
 
 
@@ -153,7 +155,7 @@ def test_missing_hosts_are_left_out_and_reported_where_the_rules_say_so(
             }
             assert {each.outcome for each in left_out} == {"dropped"}
         # Nothing in the round was dropped: an engine with a group of all workers may keep it.
-        assert round_.went_through
+        assert round_._coordinator.went_through
     assert contents(good.tensors) == contents(weights)
 
 
@@ -265,8 +267,12 @@ class Engine:
 
     def bring(self, number):
         """Let a replica join."""
-        session = WorkerSession(self.replicas[number], name=f"{self.name}-{number}", commit="copy")
-        session.host_ranks = self.host_ranks
+        session = WorkerSession(
+            self.replicas[number],
+            name=f"{self.name}-{number}",
+            commit="copy",
+            serving_host=ServingHost(num_ranks=self.host_ranks),
+        )
         session.join(**self.invited[-1]["wtransfer"])
         self.sessions.append(session)
 
@@ -354,8 +360,9 @@ def test_round_ends_when_the_call_in_which_its_workers_commit_has_returned(
             until(lambda: not publisher.workers())
             late.bring(0)
             until(lambda: publisher.workers() and _has_committed(publisher))
-            round_ = publisher._active
-            assert round_.is_resend
+            resend = publisher._active
+            assert resend.is_resend
+            round_ = Round(resend)
         else:
             round_ = publisher.publish("v1", wait=False)
             until(lambda: _has_committed(publisher))
@@ -468,7 +475,7 @@ def test_ack_that_comes_after_the_hosts_error_counts(engines, weights, monkeypat
     engine.error = RemoteError("nothing was committed: it came too late")
     with Publisher(weights, hosts=[engine], deadline_s=600) as publisher:
         round_ = publisher.publish("v1", wait=False)
-        until(lambda: round_._apply_errors)
+        until(lambda: round_._coordinator._apply_errors)
         time.sleep(0.1)
         assert engine.sessions[0].commit_pending(5)
         assert round_.result(PATIENCE_S).ok
@@ -493,7 +500,7 @@ def test_round_goes_on_while_a_worker_may_still_be_let_commit(
             slow.sessions[0].join(publisher.address, token=publisher.token)
             publisher.wait_for_workers(2)
         round_ = publisher.publish("v1", wait=False)
-        until(lambda: round_._apply_errors)
+        until(lambda: round_._coordinator._apply_errors)
         assert not go_on.wait(0.3)
         assert not round_.done
         assert slow.sessions[0].commit_pending(5)
@@ -501,7 +508,8 @@ def test_round_goes_on_while_a_worker_may_still_be_let_commit(
             report = round_.result(PATIENCE_S)
         except CommitError as error:
             report = error.report
-        held = next(each for each in report.workers if each.worker == slow.sessions[0].name)
+        name = slow.sessions[0].status().worker
+        held = next(each for each in report.workers if each.worker == name)
         assert (held.version, held.fingerprint) == ("v1", report.fingerprint)
     outcomes = {each.outcome for each in report.workers}
     # Of a host that has not answered it is not known that it computes with the version.
@@ -545,13 +553,13 @@ def test_rank_that_rolls_back_is_waited_for_though_its_host_has_failed(
             ]
             for each in threads:
                 each.start()
-            until(lambda: round_.state.instances[0].rolling_back)
+            until(lambda: round_._coordinator.state.instances[0].rolling_back)
             raise RemoteError("nothing was committed")
 
     ranks = Ranks("ranks", weights, 2, says=2)
     with Publisher(weights, hosts=[ranks], deadline_s=600) as publisher:
         round_ = publisher.publish("v1", wait=False)
-        until(lambda: round_._apply_errors)
+        until(lambda: round_._coordinator._apply_errors)
         time.sleep(0.3)
         assert not round_.done
         may_restore.set()

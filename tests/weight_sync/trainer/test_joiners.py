@@ -47,6 +47,29 @@ def test_a_joiner_that_never_commits_does_not_hold_up_the_others(fleet, weights,
     made.members.append(lazy)
 
 
+def test_joiner_that_has_not_committed_by_the_end_of_its_round_takes_no_part_in_the_next(
+    fleet, weights, until, judged
+):
+    made = fleet(weights, engine="shm", deadline_s=20.0)
+    made.join(name="good")
+    assert made.publish("v1").ok
+    with judged(made.publisher, 0.3):
+        lazy = made.join(name="lazy")
+        made.members.remove(lazy)
+        until(lambda: lazy.session.state == "pending")
+    # The publisher's face does not show a catch-up.
+    until(lambda: states(made.publisher)["lazy"] == "pending" and made.publisher._active is None)
+    weights["layer.0"] += 1
+    assert {each.worker: each.outcome for each in made.publish("v2").workers} == {
+        "good": "committed",
+        "lazy": "pending",
+    }
+    assert lazy.session.commit_pending(5.0)
+    assert lazy.session.commit_pending(5.0)
+    assert (lazy.session.version, lazy.contents) == ("v2", contents(weights))
+    made.members.append(lazy)
+
+
 @pytest.mark.parametrize("moved_by", ["shm", "file"])
 def test_joiner_after_a_failed_round_gets_the_committed_version(
     fleet, faults, weights, tmp_path, moved_by

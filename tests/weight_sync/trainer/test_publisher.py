@@ -41,7 +41,7 @@ def like(tensors):
 def test_a_wrong_token_is_logged_once_on_each_side(weights, caplog, until):
     with Publisher(weights) as publisher:
         session = WorkerSession(like(weights), join=publisher.address, token="wrong")
-        until(lambda: session.refusal is not None and publisher.refusal is not None)
+        until(lambda: session.status().refusal is not None and publisher.refusal is not None)
         session.close()
     warnings = [each for each in caplog.records if each.levelno >= logging.WARNING]
     assert sorted("refused a peer" in each.getMessage() for each in warnings) == [False, True]

@@ -73,7 +73,7 @@ def test_ranks_that_have_not_applied_in_time_drop_the_update_together(
     with judged(made.publisher, 0.5):
         report = report_of(made.publisher.publish, "v1")
     assert [each.outcome for each in report.workers] == ["discarded", "discarded"]
-    assert not any(rank.session.pending for rank in ranks)
+    assert not any(rank.session.status().pending for rank in ranks)
     assert {rank.session.version for rank in ranks} == {None}
 
 

@@ -224,7 +224,7 @@ class Rounds(RuleBasedStateMachine):
         return None
 
     def ask(self, then, event, *args):
-        """Feed the coordinator's event as `Round` does: what it raises ends the round."""
+        """Feed the coordinator's event as `Coordinator` does: what it raises ends the round."""
         self.step = then
         try:
             event(*args)

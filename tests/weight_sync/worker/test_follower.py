@@ -76,14 +76,15 @@ def test_a_worker_takes_the_current_version_long_after_the_publisher_has_gone(
     model, session = follow()
     assert session.commit_pending(PATIENCE_S)
     assert ("v2", store.versions()[-1].fingerprint) == (session.version, session.fingerprint)
-    assert (session.state, session.refusal, session.connected) == ("serving", None, True)
+    status = session.status()
+    assert (status.state, status.refusal, status.connected) == ("serving", None, True)
     assert sent == contents(model)
     assert not session.commit_pending(0.2)
 
 
 def test_a_folder_may_be_joined_before_it_exists_and_without_a_token(publish, follow):
     model, session = follow()
-    assert (session.connected, session.state) == (False, "fresh")
+    assert (session.status().connected, session.state) == (False, "fresh")
     assert not session.commit_pending(0.1)
     sent = publish("v1")
     assert session.commit_pending(PATIENCE_S)
@@ -168,16 +169,16 @@ def test_a_damaged_version_is_refused_and_named_and_the_next_good_one_is_taken(
     assert session.commit_pending(PATIENCE_S)
     with caplog.at_level(logging.WARNING, "wtransfer.weight_sync.worker.follower"):
         spoilt(store, publish, damage)
-        until(lambda: session.refusal is not None)
+        until(lambda: session.status().refusal is not None)
         assert not session.commit_pending(0.4)
-    assert text in str(session.refusal)
-    assert isinstance(session.refusal, error)
+    assert text in str(session.status().refusal)
+    assert isinstance(session.status().refusal, error)
     assert (session.version, session.state, contents(model)) == ("v1", "serving", first)
     # Tried again in between, and said once.
     assert sum("refuses" in record.message for record in caplog.records) == 1
     good = publish("v3")
     assert session.commit_pending(PATIENCE_S)
-    assert (session.version, session.refusal, contents(model)) == ("v3", None, good)
+    assert (session.version, session.status().refusal, contents(model)) == ("v3", None, good)
 
 
 def spoilt(store, publish, damage):
@@ -202,10 +203,10 @@ def test_a_repaired_version_is_taken_without_a_new_one(store, publish, follow, u
     whole = (folder / "model.safetensors").read_bytes()
     flip(folder)
     model, session = follow()
-    until(lambda: session.refusal is not None)
+    until(lambda: session.status().refusal is not None)
     (folder / "model.safetensors").write_bytes(whole)
     assert session.commit_pending(PATIENCE_S)
-    assert (session.refusal, contents(model)) == (None, sent)
+    assert (session.status().refusal, contents(model)) == (None, sent)
 
 
 def test_a_listing_that_cannot_be_read_is_a_refusal(store, publish, follow, until):
@@ -213,7 +214,7 @@ def test_a_listing_that_cannot_be_read_is_a_refusal(store, publish, follow, unti
     _, session = follow()
     assert session.commit_pending(PATIENCE_S)
     (store.root / CURRENT_NAME).write_text("{")
-    until(lambda: isinstance(session.refusal, ManifestError))
+    until(lambda: isinstance(session.status().refusal, ManifestError))
     assert (session.version, session.state) == ("v1", "serving")
 
 
@@ -221,8 +222,8 @@ def test_without_memory_for_it_nothing_is_begun(publish, follow, monkeypatch, un
     publish("v1")
     monkeypatch.setattr("wtransfer.transport.memory.available_memory", lambda: 10)
     _, session = follow()
-    until(lambda: session.refusal is not None)
-    assert isinstance(session.refusal, StagingMemoryError)
+    until(lambda: session.status().refusal is not None)
+    assert isinstance(session.status().refusal, StagingMemoryError)
 
 
 def test_a_model_that_refuses_is_asked_again_and_less_often(publish, follow, weights):
@@ -347,11 +348,11 @@ def test_leaving_while_a_version_is_read_ends_the_reading(
     assert reading.wait(PATIENCE_S)
     leaving = threading.Thread(target=lambda: session.leave(f"file:{store.root}"))
     leaving.start()
-    until(lambda: session.publisher is None)
+    until(lambda: session.status().publisher is None)
     go_on.set()
     leaving.join(PATIENCE_S)
     assert not session.commit_pending(0.1)
-    assert (session.state, session.refusal) == ("fresh", None)
+    assert (session.state, session.status().refusal) == ("fresh", None)
     assert len(read) == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from hypothesis.stateful import (
 import wtransfer
 from wtransfer.errors import CommitError, RoundBusyError
 from wtransfer.weight_sync.messages import Ack, Lost
+from wtransfer.weight_sync.worker.committer import Committer, Place
 from wtransfer.weight_sync.worker.weight_state import WeightSet, WeightState
 
 ENDS = (
@@ -92,15 +94,19 @@ class WorkerMachine(RuleBasedStateMachine):
     def begin(self, keeps, captures):
         self.keeps = keeps
         self.model = Model(captures=captures)
-        self.session = wtransfer.WorkerSession(
-            self.model, num_ranks=1 + self.several, keep_previous=keeps, deadline_s=0.001
+        self.publisher = SimpleNamespace(address="unix:@played", connected=True, send=self.hear)
+        self.committer = Committer(
+            self.model,
+            self.model,
+            Place("worker", "instance", 0, 1 + self.several, None),
+            SimpleNamespace(send=self.hear, lock=threading.RLock(), close=lambda: None),
+            keep_previous=keeps,
+            cast=False,
+            cast_hint="",
+            deadline_s=0.001,
         )
-        self.publisher = SimpleNamespace(
-            address="unix:@played", connected=True, send=self.hear, close=lambda: None
-        )
-        self.session.publisher = self.publisher
-        self.state = self.session.weight_state
-        self.told = (None, self.session.fingerprint, "fresh")
+        self.state = self.committer.weight_state
+        self.told = (None, self.state.held.fingerprint, "fresh")
         self.acks = {}
         self.updates = []
         self.ordered = set()
@@ -241,13 +247,13 @@ class WorkerMachine(RuleBasedStateMachine):
     @rule()
     def discard(self):
         pending = self.state.pending
-        assert self.session.discard_pending() is (pending is not None)
+        assert self.committer.discard() is (pending is not None)
 
     @rule()
     def lose_weights(self):
         self.model.values = {"a": -1, "b": -2}
-        self.session.weights_lost("asleep")
-        assert (self.session.version, self.session.state) == (None, "empty")
+        self.committer.weights_lost("asleep")
+        assert (self.state.held.version, self.state.state) == (None, "empty")
 
     @rule(
         ordered=st.booleans(),
@@ -292,7 +298,7 @@ class WorkerMachine(RuleBasedStateMachine):
 
         self.after_commit = after_commit
         try:
-            applied = self.session.commit_pending()
+            applied = self.committer.commit()
         except CommitError as error:
             applied, restored = False, error.restored
         else:
@@ -312,34 +318,34 @@ class WorkerMachine(RuleBasedStateMachine):
         assert applied is (failures == 0 and finished)
         if applied:
             assert self.model.values == {"a": number, "b": number}
-            assert self.session.version == pending.update.version
-            assert self.session.state == ("pending" if self.session.pending else "serving")
+            assert self.state.held.version == pending.update.version
+            assert self.state.state == ("pending" if self.state.pending else "serving")
         elif can_return and failures < 2:
             assert (restored, self.model.values) == (True, before)
-            assert (self.session.version, self.session.state) == (held.version, "behind")
+            assert (self.state.held.version, self.state.state) == (held.version, "behind")
         elif not can_return:
-            assert (restored, self.session.state) == (False, "empty")
+            assert (restored, self.state.state) == (False, "empty")
         SEEN[applied, restored] += 1
 
     # -- the promises
 
     @invariant()
     def no_mixture_is_served(self):
-        if hasattr(self, "model") and self.session.state != "empty":
+        if hasattr(self, "model") and self.state.state != "empty":
             assert self.model.values["a"] == self.model.values["b"]
 
     @invariant()
     def only_what_was_applied_is_claimed(self):
-        if hasattr(self, "model") and self.session.version is not None:
+        if hasattr(self, "model") and self.state.held.version is not None:
             number = self.model.values["a"]
-            claimed = (self.session.version, self.session.fingerprint)
+            claimed = (self.state.held.version, self.state.held.fingerprint)
             assert claimed == (f"v{number}", f"fingerprint-{number}")
             assert f"round-{number}" in self.ordered
 
     @invariant()
     def the_publisher_was_told_what_is_held(self):
         if hasattr(self, "model"):
-            assert self.told[:2] == (self.session.version, self.session.fingerprint)
+            assert self.told[:2] == (self.state.held.version, self.state.held.fingerprint)
 
     @invariant()
     def a_round_is_staged_dropped_or_ordered(self):
@@ -348,7 +354,7 @@ class WorkerMachine(RuleBasedStateMachine):
             assert (update.dropped is None) is kept
 
     def teardown(self):
-        if not hasattr(self, "session"):
+        if not hasattr(self, "committer"):
             return
         try:
             while self.state.pending is not None:
@@ -358,7 +364,7 @@ class WorkerMachine(RuleBasedStateMachine):
                 assert self.acks.get(round_id) in ENDS, self.acks
         finally:
             wtransfer.hooks.unregister(self)
-            self.session.close()
+            self.committer.close()
 
 
 @pytest.mark.parametrize("num_examples", [120, pytest.param(5000, marks=pytest.mark.nightly)])

@@ -106,7 +106,7 @@ class Worker:
     def _commit(self) -> None:
         session = self.session
         # Agreed on by all ranks: a rank that commits waits for the others, which must not compute.
-        if session is None or not self._tp.any(session.pending):
+        if session is None or not self._tp.any(session.status().pending):
             return
         try:
             session.commit_pending(COMMIT_WAIT_S)

@@ -406,6 +406,9 @@ class _Routes:
     ) -> None:
         self.closing = threading.Event()
         self._session = session
+        self._worker = session.status().worker
+        # Requests join and leave beside the session's owner, whose publisher is left alone.
+        self._joined = session._joined  # noqa: SLF001
         self._token = token
         self._on_pause = on_pause or (lambda _mode: None)
         self._on_resume = on_resume or (lambda: None)
@@ -508,15 +511,13 @@ class _Routes:
     def _held(self) -> dict[str, Any]:
         from wtransfer import __version__
 
-        weights = self._session.weight_state
-        with weights.changed:
-            held, state = weights.held, weights.state
+        status = self._session.status()
         return {
-            "weight_version": held.version,
-            "fingerprint": held.fingerprint,
-            "state": state,
-            "verified": held.verified,
-            "worker": self._session.name,
+            "weight_version": status.version,
+            "fingerprint": status.fingerprint,
+            "state": status.state,
+            "verified": status.verified,
+            "worker": status.worker,
             "paused": self._paused,
             "wtransfer": __version__,
         }
@@ -531,7 +532,7 @@ class _Routes:
         raise RoundBusyError("new weights are applied faster than they can be digested; ask again")
 
     def _done(self, message: str, **more: Any) -> JSONResponse:
-        return JSONResponse({"message": message, "worker": self._session.name, **more})
+        return JSONResponse({"message": message, "worker": self._worker, **more})
 
     def _register(self, publisher: _Registration) -> None:
         """Join a publisher and wait until it is reached; idempotent."""
@@ -539,12 +540,11 @@ class _Routes:
             if self._registered is not None and not self._registered.connected:
                 # A publisher that was lost is dead, or registers again, perhaps with a new token.
                 self._leave()
-            session = self._session
-            joined = session.publisher_at(publisher.address)
+            joined = self._joined.at(publisher.address)
             if joined is None:
                 token = publisher.token or self._token
-                session.join(publisher.address, token=token, host=publisher.host)
-                joined = self._registered = session.publisher
+                self._session.join(publisher.address, token=token, host=publisher.host)
+                joined = self._registered = self._joined.current
                 assert joined is not None
             try:
                 self._await_connected(joined)
@@ -568,12 +568,12 @@ class _Routes:
 
     def _deregister(self, address: str) -> bool:
         with self._lock:
-            return self._session.publisher_at(address) is self._registered and bool(self._leave())
+            return self._joined.at(address) is self._registered and bool(self._leave())
 
     def _leave(self) -> str | None:
         left, self._registered = self._registered, None
         # The session's owner may have left the publisher, or closed the session, meanwhile.
-        if left is None or self._session.publisher is not left:
+        if left is None or self._joined.current is not left:
             return None
         with contextlib.suppress(ClosedError):
             self._session.leave(left.address)

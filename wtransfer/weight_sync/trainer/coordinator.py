@@ -20,13 +20,12 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from wtransfer.calls import INTERRUPT_GRACE_S, check_process
-from wtransfer.deadline import Deadline, checked_timeout
+from wtransfer.calls import check_process
+from wtransfer.deadline import Deadline
 from wtransfer.errors import (
     CommitError,
     NonfiniteError,
     RoundAbortedError,
-    RoundBusyError,
     StallError,
     WTransferError,
 )
@@ -125,8 +124,10 @@ class Clock:
         return time.monotonic() - self.begun
 
 
-class Round:
-    """A round under way: wait for it with `packed` and `result`, end it with `abort`.
+class Coordinator:
+    """Takes the steps of one round, on a thread of its own.
+
+    Callers have its face, `Round`; an engine and its calls have it as `RoundSteps`.
 
     Args:
         version: Label.
@@ -160,11 +161,11 @@ class Round:
         dry_run: bool = False,
         missing: Mapping[str, WTransferError],
         apply: Callable[[str, set[str], Callable[[str], None]], dict[str, WTransferError]],
-        on_planned: Callable[[Round], None],
+        on_planned: Callable[[Coordinator], None],
         on_packed: Callable[[], None],
-        on_done: Callable[[Round], None],
+        on_done: Callable[[Coordinator], None],
     ) -> None:
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self.version = version
         self.round_id = secrets.token_hex(8)
         self.phase = "init"
@@ -179,7 +180,7 @@ class Round:
         self._instead = instead
         self._runner = runner
         self._membership = membership
-        self._lock = self._changed = membership.changed
+        self._lock = self.changed = membership.changed
         self._rules = rules
         self._origin = origin
         self._missing = missing
@@ -192,10 +193,13 @@ class Round:
         self._on_done = on_done
         self._layout = proven.layout if proven else None
         self._clock = Clock()
-        self._packed_s: float | None = None
+        self.packed_s: float | None = None
+        """Seconds until the trainer could change its weights again; None: not yet."""
         self._call: EngineCall | None = None
-        self._failure: WTransferError | None = None
-        self._report: Report | None = None
+        self.failure: WTransferError | None = None
+        """Why the round was ended, or the error after its commit was sent."""
+        self.report: Report | None = None
+        """The report; None until the end, and of a round that was aborted."""
         self._num_waiting = 0
         self._waited_at = 0.0
         self._broken_at: float | None = None
@@ -212,7 +216,8 @@ class Round:
         )
         self._call_off: str | None = None
         """Why `abort` was called; the round's thread acts on it."""
-        self._over = False
+        self.done = False
+        """True if the round is over."""
         # In the caller's context: observers may note the trace in which the round was begun.
         run = functools.partial(contextvars.copy_context().run, self._run)
         self._thread = threading.Thread(target=run, name="wtransfer-round", daemon=True)
@@ -222,7 +227,7 @@ class Round:
                 worker.epoch = 0
         membership.open(self.state)
 
-    # -- for the caller
+    # -- for its publisher and for callers
 
     def start(self) -> None:
         """Begin, on a thread of the round's own; called under the publisher's lock."""
@@ -232,59 +237,18 @@ class Round:
         """Forget a round that has got no thread; called under the lock."""
         self._membership.close(self.state)
 
-    def packed(self, timeout_s: float | None = None) -> None:
-        """Wait until the trainer may change its weights again.
-
-        Raises:
-            WTransferError: The round failed before that; the trainer may go on as well.
-            StallError: `timeout_s` seconds have passed; None: no limit.
-            ValueError: `timeout_s` is neither None nor a number of at least 0.
-        """
-        timeout_s = checked_timeout(timeout_s, endless=True)
-        self._check_caller("packed")
-        if not self._changed.wait_for(lambda: self._packed_s is not None or self._over, timeout_s):
-            raise StallError(f"not packed within {timeout_s} s", round_id=self.round_id)
-        if self._packed_s is None and self._failure is not None:
-            raise self._failure.with_traceback(None)
-
-    def result(self, timeout_s: float | None = None) -> Report:
-        """Wait for the end and return the report.
-
-        Raises:
-            WTransferError: The round was aborted; every worker is on its old version.
-            CommitError: No worker holds the version after the commit; the error's `report` says
-                why, worker by worker. Or the publisher itself failed then, and there is no report.
-            StallError: `timeout_s` seconds have passed; None: no limit. The round goes on.
-            ValueError: `timeout_s` is neither None nor a number of at least 0.
-        """
-        timeout_s = checked_timeout(timeout_s, endless=True)
-        self._check_caller("result")
-        try:
-            ended = self._changed.wait_for(lambda: self._over, timeout_s)
-        except BaseException as interruption:
-            self.abort(f"interrupted by {type(interruption).__name__}")
-            self._changed.wait_for(lambda: self._over, INTERRUPT_GRACE_S)
-            raise
-        if not ended:
-            raise StallError(f"the round has not ended in {timeout_s} s", round_id=self.round_id)
-        if self._failure is not None:
-            # Without traceback: it would grow with every call, and keep the callers' variables.
-            raise self._failure.with_traceback(None)
-        assert self._report is not None
-        return self._report
-
     def progress(self) -> dict[str, int]:
         """Return the bytes that each worker of the round has staged so far, by its name."""
         with self._lock:
             return {rank.worker.name: rank.nbytes for rank in self.state.ranks()}
 
-    def abort(self, reason: str = "aborted by the caller") -> None:
+    def abort(self, reason: str) -> None:
         """End the round before its commit. Later, or a second time, do nothing."""
-        check_process(self._pid, "Round")
+        check_process(self.pid, "Round")
         # Only a note: a signal handler may raise on this thread, and an abort that reaches half of
         # the workers would be none.
         self._call_off = self._call_off or reason
-        self._changed.notify_all()
+        self.changed.notify_all()
 
     def end_if_called_off(self) -> None:
         """End the round if its abort was called for in time."""
@@ -298,15 +262,6 @@ class Round:
     def runs_on(self, thread: threading.Thread) -> bool:
         """Return True if a thread is the round's own."""
         return thread is self._thread
-
-    def _check_caller(self, method: str) -> None:
-        check_process(self._pid, "Round")
-        if self.runs_on(threading.current_thread()):
-            raise RoundBusyError(
-                f"{method}() was called by an observer on the round's own thread, which would wait "
-                "for itself; call it from another thread",
-                **self._facts(),
-            )
 
     @property
     def nbytes(self) -> int:
@@ -324,24 +279,14 @@ class Round:
         return self._rules.deadline_s
 
     @property
-    def done(self) -> bool:
-        """True if the round is over."""
-        return self._over
-
-    @property
     def failed(self) -> bool:
         """True if the round was ended before its commit."""
-        return self._failure is not None and not self.state.committing
-
-    @property
-    def failure(self) -> WTransferError | None:
-        """Why the round was ended, or the error after its commit was sent."""
-        return self._failure
+        return self.failure is not None and not self.state.committing
 
     @property
     def went_through(self) -> bool:
         """True if the round was committed, and no instance was dropped before."""
-        if self._report is None or self.dry_run:
+        if self.report is None or self.dry_run:
             return False
         return not any(instance.dropped for instance in self.state.instances)
 
@@ -381,7 +326,7 @@ class Round:
 
     def wake(self) -> None:
         """Let the round check its waits again: a condition may have changed."""
-        self._changed.notify_all()
+        self.changed.notify_all()
 
     # -- the steps
 
@@ -394,10 +339,10 @@ class Round:
             try:
                 if not self.is_resend:
                     self._runner.finished(committed=self.state.committing)
-                if self._failure is None:
-                    report = self._report = self._make_report()
+                if self.failure is None:
+                    report = self.report = self._make_report()
                     if not self.dry_run and not report.holders:
-                        self._failure = commit_error(report)
+                        self.failure = commit_error(report)
                     elif report.ok and not self.dry_run:
                         facts = {**self._identity(), "fingerprint": report.fingerprint}
                         hooks.notify("wtransfer_weights_committed", worker=None, **facts)
@@ -413,7 +358,7 @@ class Round:
     def _break(self, error: BaseException) -> None:
         """Note a fault of the publisher itself: the caller gets an error rather than wait."""
         logger.error("round %s broke", self.round_id, exc_info=error)
-        self._report = None
+        self.report = None
         if self.state.committing:
             # Workers hold the new version, or will: an abort would claim the opposite.
             failure: WTransferError = CommitError(
@@ -428,10 +373,10 @@ class Round:
             failure = _unexpected(error)
             with self._lock:
                 self.state.abort(failure)
-        self._failure = self._failure or failure
+        self.failure = self.failure or failure
 
     def _notify_ended(self) -> None:
-        report, clock = self._report, self._clock
+        report, clock = self.report, self._clock
         if "total" not in clock.seconds:
             if self.phase not in clock.seconds:
                 clock.lap(self.phase)
@@ -439,9 +384,9 @@ class Round:
         without = "failed" if self.state.committing else "aborted"
         outcome = without if report is None else report.outcome
         head = f"round {self.round_id} ({self.version!r})"
-        if report is None or self._failure is not None:
+        if report is None or self.failure is not None:
             # The caller gets an exception; a failure after the commit was logged by `_break`.
-            logger.info("%s %s: %s", head, outcome, self._failure)
+            logger.info("%s %s: %s", head, outcome, self.failure)
         elif outcome == "mixed":
             logger.warning("%s is mixed:\n%s", head, report)
         else:
@@ -451,7 +396,7 @@ class Round:
             "wtransfer_round_ended",
             outcome=outcome,
             report=report,
-            error=self._failure,
+            error=self.failure,
             seconds=clock.seconds,
             nbytes=self.nbytes,
             num_workers=len(self.members),
@@ -466,7 +411,7 @@ class Round:
             # The round's outcome stands; a thread has no caller to raise to.
             logger.exception("what follows round %s broke", self.round_id)
         finally:
-            self._over = True
+            self.done = True
             self.wake()
 
     def _take_steps(self) -> None:
@@ -546,10 +491,10 @@ class Round:
 
     def _mark_packed(self) -> None:
         with self._lock:
-            first = self._packed_s is None
+            first = self.packed_s is None
             if first:
-                self._packed_s = self._clock.total()
-            self._changed.notify_all()
+                self.packed_s = self._clock.total()
+            self.changed.notify_all()
         if first and not self.is_resend:
             self._on_packed()
 
@@ -588,20 +533,20 @@ class Round:
         # A host's call may take as long as its start and its finish.
         answered_by = Deadline(2 * deadline_s)
         self._apply_by_hosts()
-        self._changed.wait_for(over, deadline_s)
+        self.changed.wait_for(over, deadline_s)
         with self._lock:
             is_left_alone = self._is_left_alone()
         if is_left_alone:
             reason = "the host failed in the call that lets its ranks commit"
             # An ack may be under way on another connection than the host's answer.
-            self._changed.wait_for(lambda: self.state.settled, ROLLBACK_GRACE_S)
+            self.changed.wait_for(lambda: self.state.settled, ROLLBACK_GRACE_S)
         with self._lock:
             if not (is_settled := self.state.settled):
                 self.state.deadline(reason)
         if not is_settled:
-            self._changed.wait_for(over, ROLLBACK_GRACE_S)
+            self.changed.wait_for(over, ROLLBACK_GRACE_S)
         # An ack is sent within its host's call, before the engine drops old KV cache.
-        self._changed.wait_for(lambda: not self._awaited_hosts(), answered_by.remaining())
+        self.changed.wait_for(lambda: not self._awaited_hosts(), answered_by.remaining())
         self._note_pending()
 
     def _awaited_hosts(self) -> set[str]:
@@ -640,7 +585,7 @@ class Round:
         def answered(host: str) -> None:
             with self._lock:
                 self._unanswered.discard(host)
-                self._changed.notify_all()
+                self.changed.notify_all()
 
         def call() -> None:
             failed = self._apply(self.version, hosts, answered)
@@ -649,7 +594,7 @@ class Round:
                 logger.warning("round %s: %s", self.round_id, error)
             with self._lock:
                 self._apply_errors = failed
-                self._changed.notify_all()
+                self.changed.notify_all()
 
         if hosts:
             # Before any ack: the round must not end between an ack and its host's answer.
@@ -674,7 +619,7 @@ class Round:
             self.state.abort(failure)
             failure = self.state.ended or failure
         failure.add_facts(**self._facts())
-        self._failure = failure
+        self.failure = failure
         if self._call is not None:
             self._runner.unblock(self._call, str(failure))
         self._membership.close(self.state)
@@ -696,7 +641,7 @@ class Round:
         with self._lock:
             self._num_waiting += 1
         try:
-            self._changed.wait_for(all_done)
+            self.changed.wait_for(all_done)
         finally:
             with self._lock:
                 self._num_waiting -= 1
@@ -720,7 +665,7 @@ class Round:
                 raise self._stall(f"the trainer's engine {name!r}", what, plugin=plugin)
             return is_done
 
-        self._changed.wait_for(has_returned)
+        self.changed.wait_for(has_returned)
         if call.error is not None:
             raise call.error
 
@@ -817,7 +762,7 @@ class Round:
             nbytes=self.nbytes,
             workers=tuple(workers),
             seconds=self._clock.seconds,
-            packed_s=self._packed_s or 0.0,
+            packed_s=self.packed_s or 0.0,
             nonfinite=dict(self._runner.source.nonfinite),
             dry_run=self.dry_run,
         )

@@ -32,16 +32,18 @@ from wtransfer.errors import (
 from wtransfer.transport.channel import Listener
 from wtransfer.transport.handshake import new_token, resolve_token
 from wtransfer.weight_sync.messages import CODEC
+from wtransfer.weight_sync.trainer.catch_up import JOINER_PATIENCE_S, CatchUp
 from wtransfer.weight_sync.trainer.coordinator import (
+    Coordinator,
     LostPolicy,
     NonfinitePolicy,
     ProvenUpdate,
-    Round,
     Rules,
 )
 from wtransfer.weight_sync.trainer.endpoints import Endpoints, Incomplete
 from wtransfer.weight_sync.trainer.engine_runner import EngineRunner, Origin
 from wtransfer.weight_sync.trainer.membership import Membership
+from wtransfer.weight_sync.trainer.round import Round
 from wtransfer.weight_sync.trainer.sharded import ShardedSource
 from wtransfer.weight_sync.trainer.source import as_source
 
@@ -69,12 +71,6 @@ UNTOLD_HINT = (
 )
 CLOSE_GRACE_S = 5.0
 """Seconds that a publisher which closes waits for the end of the round that it aborted."""
-JOINER_PATIENCE_S = 1.0
-"""Seconds that a new round waits for a worker that is just being brought up to date to commit."""
-CATCH_UP_ATTEMPTS = 3
-"""Attempts in a row before a worker stays behind until the next round."""
-CATCH_UP_RETRY_S = 0.2
-"""Wait after a failed attempt, times the number of failures, in seconds."""
 
 
 class Attempt:
@@ -87,14 +83,14 @@ class Attempt:
     def __init__(self, method: str) -> None:
         self.method = method
         self.cancelled: str | None = None
-        self.round: Round | None = None
+        self.round: Coordinator | None = None
 
     @property
     def is_over(self) -> bool:
         """True if no round of this attempt is under way."""
         return self.round is None or self.round.done
 
-    def begun(self, round_: Round) -> Round:
+    def begun(self, round_: Coordinator) -> Coordinator:
         """Note the round."""
         # In this order, and the other way round in `cancel`: one of the two sees the other.
         self.round = round_
@@ -192,13 +188,13 @@ class Publisher:
         self._runner = EngineRunner(*self._runner_args)
         self._current: ProvenUpdate | None = None
         self._current_runner: EngineRunner | None = None
-        self._active: Round | None = None
+        self._active: Coordinator | None = None
         self._active_since = 0.0
         self._refusal: Exception | None = None
         self._membership = Membership(on_join=self._on_join)
         self._lock = self._changed = self._membership.changed
-        self._catch_up = threading.Thread(
-            target=self._run_catch_up, name="wtransfer-catchup", daemon=True
+        self._catch_up = CatchUp(
+            self._membership, min_workers, self._resendable, self._begin_resend
         )
         self._listener = self._listen(listen)
         close_at_exit(self)
@@ -356,9 +352,9 @@ class Publisher:
         try:
             call.start("wtransfer-publish")
             await call.done.wait_async()
-            round_: Round = call.outcome()
+            round_: Coordinator = call.outcome()
             await self._changed.wait_for_async(lambda: round_.done)
-            return round_.result()
+            return Round(round_).result()
         except BaseException as error:
             attempt.cancel(error)
             is_off = call.call_off()
@@ -414,20 +410,20 @@ class Publisher:
                 return
             with self._lock:
                 self._closed = True
+                # In one step: no catch-up begins that would not be aborted below.
+                self._catch_up.stop()
                 active = self._active
-            self._changed.notify_all()
             if active is not None:
                 active.abort("the publisher was closed")
                 # Before the workers are let go: the round would count them as lost.
                 active.end_if_called_off()
-            if self._catch_up.is_alive() and self._catch_up is not caller:
-                self._catch_up.join(CLOSE_GRACE_S)
+            self._catch_up.join(caller, CLOSE_GRACE_S)
             self._endpoints.deregister(self.address)
             self._listener.close()
             # An observer that closes the publisher, on the round's thread, would wait for itself.
             if active is not None and not active.runs_on(caller):
                 try:
-                    active.result(CLOSE_GRACE_S)
+                    Round(active).result(CLOSE_GRACE_S)
                 except WTransferError as error:
                     logger.info("round %s ended with its publisher: %s", active.round_id, error)
             if self._sharded is not None:
@@ -479,19 +475,21 @@ class Publisher:
         try:
             round_ = call_apart(begin, "wtransfer-publish", attempt.cancel)
             if not wait:
-                return round_
+                return Round(round_)
             self._changed.wait_for(lambda: round_.done)
         except BaseException as error:
             # An interrupt may come when the round is under way and no caller has the object yet.
             attempt.cancel(error)
             self._changed.wait_for(lambda: attempt.is_over, INTERRUPT_GRACE_S)
             raise
-        return round_.result()
+        return Round(round_).result()
 
-    def _beginning(self, attempt: Attempt, version: str, dry_run: bool) -> Callable[[], Round]:
+    def _beginning(
+        self, attempt: Attempt, version: str, dry_run: bool
+    ) -> Callable[[], Coordinator]:
         """Return the function that begins a round; to be called on another thread."""
 
-        def begin() -> Round:
+        def begin() -> Coordinator:
             _settle_device()
             source = None
             try:
@@ -517,12 +515,12 @@ class Publisher:
 
     def _begin(
         self, attempt: Attempt, version: str, instead: WeightSource | None, *, dry_run: bool
-    ) -> Round:
+    ) -> Coordinator:
         deadline = Deadline(self._rules.deadline_s)
         patience = Deadline(min(JOINER_PATIENCE_S, self._rules.deadline_s))
         self._apply_what_is_left()
 
-        def begun() -> Round | bool:
+        def begun() -> Coordinator | bool:
             instances = self._turn(attempt, deadline, patience)
             if instances is None:
                 return False
@@ -563,14 +561,11 @@ class Publisher:
                     f"{age:.1f} s; wait for its result() first",
                     round_id=active.round_id,
                 )
-            late = active.committing and patience.expired
-            if not (late and self._enough_without(active.members)):
-                # A joiner that is being brought up to date can wait.
-                active.abort("a new round begins")
+            if not self._catch_up.gives_way(active, patience):
                 deadline.check("a joiner's catch-up", round_id=active.round_id)
                 return None
-            self._set_aside(active)
-        instances = self._taking_part()
+            self._active = None
+        instances = self._catch_up.taking_part()
         if len(instances) < self._rules.min_workers:
             raise self._too_few(len(instances), self._rules.min_workers) from self._refusal
         return instances
@@ -582,28 +577,6 @@ class Publisher:
             f"again with invite(), or wait with wait_for_workers(){self._token_hint}"
         )
 
-    def _taking_part(self) -> dict[str, list[Worker]]:
-        """Return the instances of a new round: without workers set aside, if enough remain."""
-        joined = self._membership.instances()
-        ready = {n: ranks for n, ranks in joined.items() if not any(w.set_aside for w in ranks)}
-        return ready if len(ready) >= self._rules.min_workers else joined
-
-    def _enough_without(self, members: frozenset[Worker]) -> bool:
-        others = [r for r in self._taking_part().values() if not members.intersection(r)]
-        return len(others) >= self._rules.min_workers
-
-    def _set_aside(self, catching_up: Round) -> None:
-        """Go on without joiners that hold a verified set and have yet to apply it.
-
-        Such a joiner no longer needs the trainer, and sends an ack whenever it applies the set.
-        Other workers must not wait for a joiner that is slow to start.
-        """
-        proven = catching_up.proven
-        for worker in catching_up.members:
-            if proven is None or worker.fingerprint != proven.fingerprint:
-                worker.state, worker.set_aside = "pending", True
-        self._active = None
-
     def _new_round(
         self,
         version: str,
@@ -612,8 +585,8 @@ class Publisher:
         proven: ProvenUpdate | None = None,
         instead: WeightSource | None = None,
         dry_run: bool = False,
-    ) -> Round:
-        round_ = Round(
+    ) -> Coordinator:
+        round_ = Coordinator(
             version,
             runner=self._runner,
             membership=self._membership,
@@ -647,7 +620,19 @@ class Publisher:
             raise
         return round_
 
-    def _give_up(self, round_: Round) -> None:
+    def _resendable(self) -> ProvenUpdate | None:
+        """Return the current update; None while it cannot be sent again. Called under the lock."""
+        runner = self._runner
+        if self._active is not None or runner is not self._current_runner or not runner.can_resend:
+            return None
+        return self._current
+
+    def _begin_resend(
+        self, proven: ProvenUpdate, instances: dict[str, list[Worker]]
+    ) -> Coordinator:
+        return self._new_round(proven.version, instances, proven=proven)
+
+    def _give_up(self, round_: Coordinator) -> None:
         """Forget a round that has not begun; called under the lock."""
         round_.give_up()
         if self._active is round_:
@@ -658,7 +643,7 @@ class Publisher:
         others = self._origin.needs_generation and self._runner.members != members
         return self._runner.abandoned or (others and self._runner.started)
 
-    def _on_done(self, round_: Round) -> None:
+    def _on_done(self, round_: Coordinator) -> None:
         # Before another round can begin.
         try:
             if self._sharded is not None and round_.is_own:
@@ -674,8 +659,7 @@ class Publisher:
                     self._active = None
                 if not round_.failed and not round_.dry_run:
                     if round_.is_resend:
-                        for worker in round_.members:
-                            worker.set_aside = worker.state == "pending"
+                        self._catch_up.ended(round_)
                     else:
                         self._current, self._current_runner = round_.proven, self._runner
             self._changed.notify_all()
@@ -696,7 +680,7 @@ class Publisher:
                 self._sharded = ShardedSource(self._source, deadline_s=self._rules.deadline_s)
             return self._sharded
 
-    def _on_planned(self, round_: Round) -> None:
+    def _on_planned(self, round_: Coordinator) -> None:
         """Let the engine read whole tensors if some are spread; ranks may join the first time.
 
         On the round's thread, which calls `_on_done` later: no round is begun for the other ranks
@@ -736,60 +720,6 @@ class Publisher:
             info = self._runner.worker_init_info
             if self._runner.started and info is not None and not self._origin.needs_generation:
                 self._origin.send_init(worker, info, *self._membership.place_of(worker))
-
-    # -- on the thread that brings late joiners, and workers that had to go back, up to date
-
-    def _run_catch_up(self) -> None:
-        """Serve instances that are behind, one after the other, between rounds."""
-
-        def begun() -> tuple[str, list[Worker], Round | None] | bool:
-            if self._closed or (found := self._next_behind()) is None:
-                return self._closed
-            name, ranks, proven = found
-            try:
-                return name, ranks, self._new_round(proven.version, {name: ranks}, proven=proven)
-            except WTransferError as error:
-                logger.warning("catch-up of %s could not begin: %s", name, error)
-                return name, ranks, None
-
-        while not isinstance(found := self._changed.wait_for(begun), bool):
-            name, ranks, round_ = found
-            del found
-            if round_ is not None and self._was_brought(name, round_):
-                continue
-            with self._lock:
-                for worker in ranks:
-                    worker.num_failed += 1
-                delay_s = CATCH_UP_RETRY_S * max(worker.num_failed for worker in ranks)
-            self._changed.wait_for(lambda: self._closed, delay_s)
-
-    def _was_brought(self, name: str, round_: Round) -> bool:
-        """Wait for a catch-up; return True if it committed or was called off."""
-        try:
-            report = round_.result()
-        except WTransferError as error:
-            if not round_.called_off:
-                # Only the text: a log handler that keeps records would keep the round alive, by
-                # the traceback.
-                logger.warning("catch-up of %s failed: %s", name, str(error))
-            return round_.called_off
-        own = [each for each in report.workers if each.instance == name]
-        return all(each.outcome == "committed" for each in own)
-
-    def _next_behind(self) -> tuple[str, list[Worker], ProvenUpdate] | None:
-        """Return an instance that lacks the current version and can be brought up to date now."""
-        current = self._current
-        if self._active is not None or current is None:
-            return None
-        if self._runner is not self._current_runner or not self._runner.can_resend:
-            return None
-        for name, ranks in self._membership.instances().items():
-            if any(worker.fingerprint != current.fingerprint for worker in ranks) and all(
-                worker.state != "pending" and worker.num_failed < CATCH_UP_ATTEMPTS
-                for worker in ranks
-            ):
-                return name, ranks, current
-        return None
 
     def _check_usable(self) -> None:
         check_process(self._pid, "Publisher")

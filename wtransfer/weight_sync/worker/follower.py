@@ -103,14 +103,14 @@ class VersionReader:
 
 
 class Follower:
-    """Watches a folder of versions until closed, and offers its session the current version.
+    """Watches a folder of versions until closed, and offers its worker the current version.
 
     A follower is a publisher in the same process: its messages and the worker's answers are those
     of a round, so a version on disk passes the same checks. A version is offered once per change of
     ``current.json``.
 
     Args:
-        session: Receives the versions.
+        member: Receives the versions.
         address: ``file:/absolute/path`` of the folder, which need not exist yet.
 
     Raises:
@@ -120,16 +120,16 @@ class Follower:
     a minute.
     """
 
-    def __init__(self, session: Member, address: str) -> None:
+    def __init__(self, member: Member, address: str) -> None:
         self.address = address
         self.connected_since: float | None = None
         self.refusal: Exception | None = None
         """Why the current version is refused; None if it was accepted, or before an attempt."""
         self._store = VersionStore(folder_of(address))
-        self._session = session
-        self._state = session.weight_state
+        self._member = member
+        self._state = member.weight_state
         self._runner = EngineRunner(0, 1, None, VersionReader())
-        self._participant = Participant(session, self, self._runner, self._refuse)
+        self._participant = Participant(member, self, self._runner, self._refuse)
         self._attempts: Attempts | None = None
         self._closed = Flag()
         self._thread = threading.Thread(target=self._run, name="wtransfer-follow", daemon=True)
@@ -230,7 +230,7 @@ class Follower:
     def _refuse(self, error: WTransferError) -> None:
         if error.message != getattr(self.refusal, "message", None):
             logger.warning(
-                "%s refuses the version in %s: %s", self._session.name, self._store.root, error
+                "%s refuses the version in %s: %s", self._member.name, self._store.root, error
             )
         self.refusal = error
 

@@ -118,8 +118,8 @@ class StagedUpdate:
     @property
     def facts(self) -> dict[str, str]:
         """Round, version and worker of the update, for errors and observers."""
-        session = self._participant.session
-        return {"round_id": self.round_id, "version": self.version, "worker": session.name}
+        member = self._participant.member
+        return {"round_id": self.round_id, "version": self.version, "worker": member.name}
 
     def drop(self, reason: str) -> None:
         """Release all staged tensors, under the state's lock.
@@ -138,7 +138,7 @@ class StagedUpdate:
         Raises:
             WTransferError: Why the plan is refused.
         """
-        session, runner = self._participant.session, self._participant.runner
+        member, runner = self._participant.member, self._participant.runner
         manifest = self.held.manifest
         assert manifest is not None
         layout = self._layout = self._participant.layout_of(manifest)
@@ -150,15 +150,15 @@ class StagedUpdate:
                 f"one over this connection is {layout.identity!r}; send the plan whole"
             )
         runner.ensure()
-        notes = session.notes()
-        schema = session.schema()
+        notes = member.notes()
+        schema = member.schema()
         casts = ""
         if schema is None:
             check_whole(manifest)
         else:
             # A copy: a target may return its own mapping, and change it.
             schema = dict(schema)
-            casts = check_fit(manifest, schema, cast=session.cast, cast_hint=session.cast_hint)
+            casts = check_fit(manifest, schema, cast=member.cast, cast_hint=member.cast_hint)
         if casts:
             notes.append("casts floating dtypes at commit")
         # The manifest of the layout: equal manifests of round after round are one object.
@@ -170,7 +170,7 @@ class StagedUpdate:
             require_memory(layout.nbytes, f"staging update {self.version!r}")
             notes.append(f"stages {layout.nbytes} bytes of its own")
         staging = Staging(layout, copies=runner.copies, on_progress=self._progress)
-        with session.weight_state.changed:
+        with member.weight_state.changed:
             if self.dropped is None:
                 self._staging = staging
         runner.optional("set_layout", layout)
@@ -194,7 +194,7 @@ class StagedUpdate:
             SchemaError: Names of one tensor arrived with different bytes.
         """
         begun = time.monotonic()
-        runner, state = self._participant.runner, self._participant.session.weight_state
+        runner, state = self._participant.runner, self._participant.member.weight_state
         runner.optional("finish_weight_update")
         staging, layout = self._staged(), self._layout
         assert layout is not None
@@ -248,7 +248,7 @@ class Participant:
     thread, and applying is left to the thread that owns the model.
 
     Args:
-        session: The worker, with its weights.
+        member: The worker, with its weights.
         publisher: Takes the answers.
         runner: Runs the engine.
         on_error: Called with the error of an update that fails on this worker.
@@ -256,15 +256,15 @@ class Participant:
 
     def __init__(
         self,
-        session: Member,
+        member: Member,
         publisher: Answered,
         runner: EngineRunner,
         on_error: Callable[[WTransferError], None],
     ) -> None:
-        self.session = session
+        self.member = member
         self.publisher = publisher
         self.runner = runner
-        self._state = session.weight_state
+        self._state = member.weight_state
         self._on_error = on_error
         self._manifest = Manifest(())
         self._layout: TensorLayout | None = None
@@ -307,7 +307,7 @@ class Participant:
         if update is None:
             return
         error = RoundAbortedError(f"the round was ended: {update.dropped}")
-        logger.info("%s drops %r: %s", self.session.name, update.version, update.dropped)
+        logger.info("%s drops %r: %s", self.member.name, update.version, update.dropped)
         # Not here, on the channel's thread: slow observers would cost the connection.
         self.runner.submit(
             lambda: hooks.notify("wtransfer_round_aborted", error=error, **update.facts)
@@ -329,7 +329,7 @@ class Participant:
     def _dropped(self, pending: Pending[StagedUpdate] | None, reason: str) -> None:
         if pending is not None:
             error = RoundAbortedError(f"the update was dropped before it was applied: {reason}")
-            self.runner.submit(lambda: self.session.notify_aborted(pending, error))
+            self.runner.submit(lambda: self.member.notify_aborted(pending, error))
 
     def layout_of(self, manifest: Manifest) -> TensorLayout:
         """Return the checked layout of a manifest; mostly that of the round before."""
@@ -390,7 +390,7 @@ class PublisherConnection:
     All ``_on_*`` methods run on the channel's thread and never wait.
 
     Args:
-        session: The worker, with its weights.
+        member: The worker, with its weights.
         address: The publisher's.
         token: Shared secret.
         host: Host by which the publisher has invited this worker.
@@ -399,7 +399,7 @@ class PublisherConnection:
 
     def __init__(
         self,
-        session: Member,
+        member: Member,
         address: str,
         token: str,
         host: str | None,
@@ -409,10 +409,10 @@ class PublisherConnection:
         self.connected_since: float | None = None
         self.refusal: Exception | None = None
         """Why the publisher last refused this worker, or this worker the publisher."""
-        self._session = session
+        self._member = member
         self._host = host
-        self._runner = EngineRunner(session.rank, session.num_ranks, engines)
-        self._participant = Participant(session, self, self._runner, session.note_error)
+        self._runner = EngineRunner(member.rank, member.num_ranks, engines)
+        self._participant = Participant(member, self, self._runner, member.note_error)
         self._connection: Connection | None = None
         self._making = Flag()
         self._making.set()
@@ -445,7 +445,7 @@ class PublisherConnection:
         if self._dialer is not None:
             self._dialer.close()
         self._participant.ended(
-            self._session.weight_state.end_round("the worker closed its session")
+            self._member.weight_state.end_round("the worker closed its session")
         )
         # An engine that is still being made, and waits for the ranks of its group, ends as well.
         self._runner.abort_in_background(self._making)
@@ -456,9 +456,9 @@ class PublisherConnection:
     def _on_open(self, connection: Connection) -> None:
         self._participant.begin_anew()
         # Under the lock: the hello must not report an older version than an ack sent before it.
-        with self._session.weight_state.changed:
+        with self._member.weight_state.changed:
             # First: the engine's thread sends by `_connection`, and nothing may precede the hello.
-            self._send_to(connection, self._session.hello(self._host))
+            self._send_to(connection, self._member.hello(self._host))
             self._connection = connection
             self.connected_since = time.monotonic()
 
@@ -474,7 +474,7 @@ class PublisherConnection:
         self.refusal = error
 
     def _on_message(self, _connection: Connection, message: msgspec.Struct) -> None:
-        state = self._session.weight_state
+        state = self._member.weight_state
         if isinstance(message, Init):
             self._on_init(message)
             return
@@ -489,7 +489,7 @@ class PublisherConnection:
 
     def _on_init(self, init: Init) -> None:
         self._participant.ended(
-            self._session.weight_state.end_round("the engine is initialised anew")
+            self._member.weight_state.end_round("the engine is initialised anew")
         )
         # An engine that hangs while it is made must not hold up the engine asked for now.
         self._runner.abort_in_background(self._making)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from wtransfer import WorkerSession
 from wtransfer.errors import ClosedError
+from wtransfer.weight_sync.worker.session import ServingHost
 
 from wtransfer_vllm.messages import Invitation, Outcome, read_invitation
 from wtransfer_vllm.reload import ReloadError
@@ -77,7 +78,7 @@ class Member:
     @property
     def pending(self) -> bool:
         """True if a verified update waits for `commit`."""
-        return self.session is not None and self.session.pending
+        return self.session is not None and self.session.status().pending
 
     def join(self, init_info: dict[str, Any]) -> None:
         """Join a publisher, or leave it, as the invitation says; leave lost publishers."""
@@ -90,11 +91,11 @@ class Member:
                 self._leave(address)
                 return
             session = self.session or self._open(invitation.instance)
-            if invitation.may_commit and session.orphaned:
+            if invitation.may_commit and session.status().orphaned:
                 # A publisher that was lost after its order to commit has left a verified set.
                 # The only way is forward, and this is the first moment between two steps.
                 self.commit(wait_s=0.0)
-            if not session.connected:
+            if not session.status().connected:
                 # The publishers joined before are lost: the new one takes their place.
                 self.leave()
             self._prove_reload(awake=invitation.may_commit)
@@ -137,9 +138,11 @@ class Member:
             instance=instance or self._place.instance,
             rank=self._place.rank,
             num_ranks=self._place.num_ranks,
+            serving_host=ServingHost(
+                cast_hint=f"{CAST_VARIABLE}=1 in the environment of vLLM",
+                num_ranks=self._place.host_ranks,
+            ),
         )
-        session.cast_hint = f"{CAST_VARIABLE}=1 in the environment of vLLM"
-        session.host_ranks = self._place.host_ranks
         if self._lost is not None:
             session.weights_lost(self._lost)
         return session
@@ -152,7 +155,9 @@ class Member:
             return
         applied, touched, error = False, False, None
         try:
-            applied = touched = session.commit_pending(wait_s if session.connected else 0.0)
+            applied = touched = session.commit_pending(
+                wait_s if session.status().connected else 0.0
+            )
         except Exception as failed:
             touched, error = True, str(failed)
             logger.error("%s", error)  # noqa: TRY400  # the session has logged the rest

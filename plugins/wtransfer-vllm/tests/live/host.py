@@ -191,8 +191,8 @@ class Host:
     # -- in one process only
 
     def session(self):
-        session = self._member().session
-        return {"state": session.state, "version": session.version, "name": session.name}
+        status = self._member().session.status()
+        return {"state": status.state, "version": status.version, "name": status.worker}
 
     def seed_join(self, init_info):
         """Join as a worker of vLLM 0.17 does, whose engine is made without a model."""

@@ -1,0 +1,422 @@
+"""A worker's model and its commits: how a verified update is applied, and how it is undone.
+
+The channel and the engine work on threads of their own and bring an update up to the point where it
+is verified; the model meanwhile serves. Only the thread that owns the model changes it, between two
+of its steps. The order of the events is `wtransfer.weight_sync.worker.weight_state`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import weakref
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from wtransfer.calls import Changed, call_apart, check_process, close_at_exit, forget_frames
+from wtransfer.errors import (
+    ClosedError,
+    CommitError,
+    RoundAbortedError,
+    RoundBusyError,
+    SchemaError,
+    WTransferError,
+)
+from wtransfer.manifest import local_fingerprint
+from wtransfer.registry import hooks
+from wtransfer.transport.digests import digest
+from wtransfer.weight_sync.messages import ErrorInfo, Hello
+from wtransfer.weight_sync.worker.participant import StagedUpdate
+from wtransfer.weight_sync.worker.schema import check_has, check_unchanged, schema_of
+from wtransfer.weight_sync.worker.target import NotedTensors, StateDictTarget
+from wtransfer.weight_sync.worker.weight_state import WeightState
+from wtransfer.weight_version import process_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from wtransfer.weight_sync.worker.joined import JoinedPublisher
+    from wtransfer.weight_sync.worker.weight_state import Pending, WeightSet
+    from wtransfer.weights import TensorSpec, WeightTarget
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A worker's name and place among others, as publishers are told them."""
+
+    name: str
+    """Name for people."""
+    instance: str
+    """Serving instance, whose ranks commit all or none."""
+    rank: int
+    """Rank within the instance."""
+    num_ranks: int
+    """Ranks of the instance."""
+    host_ranks: int | None
+    """Ranks that the worker's host invites, where the host may report another number."""
+
+
+class Failure(NamedTuple):
+    """The error that `commit_pending` raises once no frame with tensors in it is left."""
+
+    error: BaseException
+    """For the caller."""
+    cause: BaseException | None = None
+    """Its cause, if that is another error."""
+
+
+class Committer:
+    """Applies verified updates to a worker's model, and restores it where applying fails.
+
+    It is the worker, as far as rounds concern it: a `participant.Member`.
+
+    Args:
+        target: The model.
+        vouched_as: The object by which the process knows the model.
+        place: The worker's.
+        joined: The worker's publisher, which is told every outcome.
+        keep_previous: True to keep the previous weights for a rollback.
+        cast: True to allow updates in another floating dtype than the model's.
+        cast_hint: How a user allows that, for errors.
+        deadline_s: Longest wait for the other ranks of the instance at a commit, in seconds.
+    """
+
+    def __init__(
+        self,
+        target: WeightTarget,
+        vouched_as: object,
+        place: Place,
+        joined: JoinedPublisher,
+        *,
+        keep_previous: bool,
+        cast: bool,
+        cast_hint: str,
+        deadline_s: float,
+    ) -> None:
+        self.name = place.name
+        self.rank = place.rank
+        self.num_ranks = place.num_ranks
+        self.cast = cast
+        self.cast_hint = cast_hint
+        self.joined = joined
+        self.weight_state = WeightState[StagedUpdate](place.num_ranks, joined.send)
+        """The worker's present, previous and next weights."""
+        self.last_error: WTransferError | None = None
+        """Why the last update was refused or not applied; None once an update is applied."""
+        self._target = target
+        self._place = place
+        self._keep_previous = keep_previous
+        self._deadline_s = deadline_s
+        self._pid = os.getpid()
+        # Held by the thread that changes the model, or decides not to: one change at a time.
+        self._model = Changed()
+        self._weights = process_weights.hold(self.weight_state.held.fingerprint, vouched_as)
+        self._forget_weights = weakref.finalize(self, self._weights.close)
+        close_at_exit(self)
+
+    # -- for the thread that owns the model
+
+    def check_process(self) -> None:
+        """Raise in a forked child.
+
+        Raises:
+            ForkedError: This is another process than the one that made the worker.
+        """
+        check_process(self._pid, "WorkerSession")
+
+    def check_usable(self) -> None:
+        """Raise where nothing can be joined or committed any more.
+
+        Raises:
+            ClosedError: The worker was closed.
+            ForkedError: This is another process than the one that made the worker.
+        """
+        self.check_process()
+        if self.weight_state.closed:
+            raise ClosedError("this WorkerSession is closed")
+
+    def check_between_steps(self) -> None:
+        """Raise where the model cannot be changed: closed, or within a change of it.
+
+        Raises:
+            RoundBusyError: Called from within the target or an observer, while it applies.
+            ClosedError: As `check_usable`.
+            ForkedError: As `check_usable`.
+        """
+        self.check_usable()
+        if self._model.is_held_here():
+            raise RoundBusyError(
+                "this thread is applying an update already: do not call commit_pending or "
+                "discard_pending from a hook or a target; call them between two steps"
+            )
+
+    def commit(self) -> bool:
+        """Apply the pending update, if there is one; `WorkerSession.commit_pending`."""
+        with self._model:
+            done, failure = self._do_pending()
+        if failure is None:
+            return done
+        forget_frames(failure.error)
+        forget_frames(failure.cause)
+        try:
+            if failure.cause is None:
+                raise failure.error
+            raise failure.error from failure.cause
+        finally:
+            # Else the error, by its traceback and this frame, would keep itself alive.
+            del failure
+
+    def discard(self) -> bool:
+        """Drop the pending update; return whether there was one."""
+        self.check_between_steps()
+        with self._model:
+            pending = self.weight_state.discard()
+        if pending is not None:
+            declined = RoundAbortedError("the host of the model declined the version")
+            self.notify_aborted(pending, declined)
+        return pending is not None
+
+    def weights_lost(self, reason: str) -> None:
+        """Record that the model has no version any more, until the next commit."""
+        self.check_between_steps()
+        logger.warning("%s is empty: %s", self.name, reason)
+        with self._model:
+            with self.weight_state.changed:
+                self.weight_state.weights_lost(reason)
+                self._weights.settle(self.weight_state.held.fingerprint)
+            forget = getattr(self._target, "forget", None)
+            if forget is not None:
+                forget()
+
+    def digests(self) -> dict[str, str]:
+        """Return the digest of every tensor of the model, those of one version."""
+        self.check_between_steps()
+        with self._model:
+            return {name: digest(tensor) for name, tensor in (self._present() or {}).items()}
+
+    def close(self) -> None:
+        """Leave the publisher and drop what is pending."""
+        if os.getpid() == self._pid:
+            call_apart(self._close, "wtransfer-close")
+
+    def _close(self) -> None:
+        with self.joined.lock:
+            if self.weight_state.closed:
+                return
+            pending = self.weight_state.close()
+            self._forget_weights()
+            self.joined.close()
+        if pending is not None:
+            self.notify_aborted(pending, RoundAbortedError("the worker session was closed"))
+
+    # -- for the publisher's thread, without waits
+
+    def hello(self, host: str | None = None) -> Hello:
+        """Return this worker's `Hello`; `host` is the endpoint that let it join."""
+        state, place = self.weight_state, self._place
+        with state.changed:
+            return Hello(
+                worker=place.name,
+                instance=place.instance,
+                rank=place.rank,
+                num_ranks=place.num_ranks,
+                version=state.held.version,
+                fingerprint=state.held.fingerprint,
+                state=state.state_for_publisher,
+                host=host,
+                host_ranks=place.host_ranks,
+            )
+
+    def schema(self) -> Mapping[str, TensorSpec] | None:
+        """Return the schema of updates; a target without one follows the last update."""
+        schema = self._target.schema()
+        last = self.weight_state.held.manifest
+        return schema_of(last) if schema is None and last is not None else schema
+
+    def notes(self) -> list[str]:
+        """Return the notes on this worker for a publisher, before a round."""
+        if self._keep_previous:
+            return []
+        return ["keeps no previous version: a failed commit empties it"]
+
+    def note_error(self, error: WTransferError) -> None:
+        """Note, and log, why an update was refused here."""
+        # A copy without traceback, also for the log: frames that still run hold worker and model.
+        self.last_error = ErrorInfo.of(error).rebuild()
+        logger.warning("%s refuses an update: %s", self.name, self.last_error)
+
+    def notify_aborted(self, pending: Pending[StagedUpdate], error: WTransferError) -> None:
+        """Tell observers that the model does not have an update whose commit was ordered."""
+        error.add_facts(**pending.update.facts)
+        hooks.notify("wtransfer_round_aborted", error=error, **pending.update.facts)
+
+    def _present(self) -> Mapping[str, torch.Tensor] | None:
+        target = self._target
+        if isinstance(target, StateDictTarget) and type(target).capture is StateDictTarget.capture:
+            # As they lie: `capture` may copy all of them.
+            return target.present()
+        return target.capture()
+
+    # -- applying
+
+    def _do_pending(self) -> tuple[bool, Failure | None]:
+        try:
+            pending = self.weight_state.begin()
+            if pending is None:
+                return False, None
+            # From here on serve no KV cache of the old weights, nor any that is not surely new.
+            self._weights.change()
+            try:
+                if pending.rollback_reason is not None:
+                    return False, self._restore_previous(pending, pending.held)
+                failure = self._apply(pending)
+                if failure is None and self.num_ranks > 1:
+                    failure = self._await_finish(pending)
+                return True, failure
+            finally:
+                self._weights.settle(self._kv_name())
+        except BaseException:
+            # An interrupt: errors of the target and the model have become a `Failure`.
+            self.weight_state.interrupted()
+            raise
+
+    def _kv_name(self) -> str:
+        # A host that cannot prove that its model computes with the given weights shares no KV.
+        proven = getattr(self._target, "proven", True)
+        return self.weight_state.held.kv_name if proven else local_fingerprint()
+
+    def _apply(self, pending: Pending[StagedUpdate]) -> Failure | None:
+        begun = time.monotonic()
+        pending.update.seconds["wait"] = begun - pending.since
+        state, held = self.weight_state, pending.held
+        assert held.tensors is not None
+        handed = NotedTensors(held.tensors)
+        previous = state.held
+        if previous.judged is None:
+            # The first weights have the form that the model had when an update was first judged.
+            previous = replace(previous, judged=held.judged)
+        touched = False
+        try:
+            if held.judged is not None:
+                # Coverage was proven for the model as it was when the plan was judged.
+                check_unchanged(held.judged, self.schema())
+            if self._keep_previous and previous.tensors is None and not state.empty:
+                previous = replace(previous, tensors=self._target.capture())
+            touched = True
+            self._target.apply(handed)
+            pending.update.seconds["commit"] = time.monotonic() - begun
+            # Inside `try`: an interrupt after `apply` would leave new weights under the old label.
+            # Observers come after: the publisher waits for the ack, with a deadline.
+            state.applied(pending, previous, keep=self._keep_previous)
+        except BaseException as error:
+            if state.has_applied(pending):
+                raise
+            return self._restore_previous(
+                pending, previous, cause=error, touched=touched, last_read=handed.last_read
+            )
+        self.last_error = None
+        logger.info("%s has committed %r (%s)", self.name, held.version, held.fingerprint)
+        hooks.notify(
+            "wtransfer_weights_committed",
+            version=held.version,
+            fingerprint=held.fingerprint,
+            round_id=pending.update.round_id,
+            worker=self.name,
+        )
+        return None
+
+    def _restore_previous(
+        self,
+        pending: Pending[StagedUpdate],
+        previous: WeightSet,
+        *,
+        cause: BaseException | None = None,
+        touched: bool = True,
+        last_read: str | None = None,
+    ) -> Failure:
+        """Apply the previous set again, and return the failure for the caller of `commit_pending`.
+
+        Args:
+            pending: The commit that failed, or the rollback that was ordered.
+            previous: The set that the model had.
+            cause: Why the commit failed; None: the publisher has ordered a rollback.
+            touched: True if the model may have been changed.
+            last_read: The tensor that the target had read last.
+        """
+        undone = pending.update.version
+        # An empty worker whose model was not touched is as empty as before.
+        restored = previous.tensors is not None if touched else not self.weight_state.empty
+        if restored:
+            try:
+                if touched:
+                    assert previous.tensors is not None
+                    self._target.apply(previous.tensors)
+                # Also where nothing was touched here: others may have changed the model.
+                self._check_has(previous)
+            except BaseException:
+                logger.exception("%s could not restore %r", self.name, previous.version)
+                restored = False
+        not_restored = "the old version could not be restored: this worker must not serve"
+        if cause is None:
+            piece = None
+            text = f"{undone!r} was rolled back: {pending.rollback_reason}"
+            text += "" if restored else f"; {not_restored}"
+        else:
+            piece = getattr(cause, "piece", None) or last_read
+            back = f"{previous.version!r}" if previous.version else "its first weights"
+            text = (
+                f"applying {undone!r} failed{f' after reading {piece!r}' if piece else ''} "
+                f"({type(cause).__name__}: {cause}); "
+                f"{f'the worker has {back} again' if restored else not_restored}"
+            )
+        failure = CommitError(
+            text,
+            worker=self.name,
+            round_id=pending.update.round_id,
+            version=undone,
+            phase="commit",
+            piece=piece,
+        )
+        failure.restored = restored
+        self.last_error = ErrorInfo.of(failure).rebuild()
+        self.weight_state.not_applied(pending, previous, failure, restored=restored)
+        self.notify_aborted(pending, failure)
+        if cause is None or isinstance(cause, Exception):
+            return Failure(failure, cause)
+        return Failure(cause)
+
+    def _check_has(self, held: WeightSet) -> None:
+        try:
+            schema = self._target.schema()
+        except SchemaError as error:
+            if error.piece is not None:
+                raise
+            # The target takes no update at all: no statement about any tensor.
+            return
+        if held.judged is not None and schema is not None:
+            check_has(held.judged, held.tensors, schema, self._present)
+
+    def _await_finish(self, committed: Pending[StagedUpdate]) -> Failure | None:
+        """Wait until every rank has committed; no step may run while ranks differ."""
+        state = self.weight_state
+
+        def settled() -> bool:
+            return state.finished or state.pending is not None or state.closed
+
+        state.changed.wait_for(settled, self._deadline_s)
+        with state.changed:
+            if not settled():
+                # Other ranks may not have committed: this one must not serve new weights alone.
+                reason = f"not released within {self._deadline_s:g} s"
+                state.rollback(committed.update.round_id, reason)
+            # Else the commit was finished, and the next one may be pending already.
+            rollback = state.pending
+            if rollback is None or rollback.rollback_reason is None:
+                return None
+            state.begin()
+        return self._restore_previous(rollback, rollback.held)
