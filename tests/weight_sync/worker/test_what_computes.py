@@ -485,6 +485,11 @@ def compiled_in_place(model):
     return model
 
 
+def compiled_part(model):
+    model[0] = torch.compile(model[0])
+    return model
+
+
 def compiled_forward(model):
     model.forward = torch.compile(model.forward)
     return model
@@ -493,6 +498,7 @@ def compiled_forward(model):
 COMPILED = {
     "module": torch.compile,
     "in place": compiled_in_place,
+    "part": compiled_part,
     "forward": compiled_forward,
     "reduce-overhead": functools.partial(torch.compile, mode="reduce-overhead"),
     "freezing, as an option": functools.partial(torch.compile, options={"freezing": True}),
@@ -616,15 +622,9 @@ def freeze_part(model):
     return model
 
 
-def compile_part(model):
-    model[0] = torch.compile(model[0], backend="eager")
-    return model
-
-
 OTHER_NAMES = {
     "frozen": lambda model: torch.jit.freeze(torch.jit.script(model)),
     "frozen part": freeze_part,
-    "compiled part": compile_part,
 }
 
 
