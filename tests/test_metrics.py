@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from wtransfer.kv.keys import make_offload_key
 from wtransfer.metrics import OffloadingCollector
+from wtransfer.specs.arena_manager import CPUOffloadingManager
 from wtransfer.specs.interface import ReqContext
-from wtransfer.specs.manager import CPUOffloadingManager
 
 KEYS = [make_offload_key(bytes([number]) * 8) for number in range(4)]
 

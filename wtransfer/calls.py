@@ -1,4 +1,10 @@
-"""Calls on other threads: in order, given up at a deadline, beside a transfer; close at exit."""
+"""Threads of this package: calls in order, bounded calls, waits, interrupts, close at exit.
+
+`Changed` is the one lock and notice between threads, and argues why no signal handler leaves it
+taken. `Call` is a call on a thread, `SerialThread` a thread of calls in order, `call_apart` a call
+that an interrupt of its caller does not tear, `Announcer` a trainer's announcements of buckets
+beside its copies.
+"""
 
 from __future__ import annotations
 

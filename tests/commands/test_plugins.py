@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from wtransfer.commands.options import options_of
-from wtransfer.registry.registry import registry
+from wtransfer.registry.resolve import registry
 
 ENGINE = """
 class Info: ...

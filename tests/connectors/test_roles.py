@@ -21,10 +21,10 @@ from wtransfer.connectors.interface import (
 )
 from wtransfer.errors import ConnectorOptionError, ConnectorRoleError
 from wtransfer.registry import hooks
-from wtransfer.registry import registry as registry_module
+from wtransfer.registry import resolve as registry_module
 from wtransfer.registry.hooks import PluginManager as Board
 from wtransfer.registry.hooks import hookimpl
-from wtransfer.registry.registry import Host
+from wtransfer.registry.resolve import Host
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
 SERVING = ServingConfig(kv_transfer_config=KVTransferConfig(kv_connector="c"))

@@ -32,10 +32,10 @@ from wtransfer.errors import (
     RegistrationError,
 )
 from wtransfer.registry import hooks
-from wtransfer.registry import registry as registry_module
+from wtransfer.registry import resolve as registry_module
 from wtransfer.registry.hooks import PluginManager as Board
 from wtransfer.registry.hooks import hookimpl
-from wtransfer.registry.registry import Host
+from wtransfer.registry.resolve import Host
 
 
 @dataclass

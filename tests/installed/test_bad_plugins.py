@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 
 PROBE = """
 import json, sys, time
-from wtransfer.registry.registry import host, registry
+from wtransfer.registry.resolve import host, registry
 
 def attempt(name):
     started = time.monotonic()

@@ -106,7 +106,7 @@ def site_of_three(site, tmp_path):
 
 def test_engine_is_found_by_name_with_its_distribution_and_not_imported(site):
     code = (
-        "from wtransfer.registry.registry import registry; import sys;"
+        "from wtransfer.registry.resolve import registry; import sys;"
         "r = registry('engines').record('acme-file');"
         "print(r.distribution, r.version, 'acme_file_engine' in sys.modules)"
     )

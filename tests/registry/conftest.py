@@ -11,7 +11,7 @@ import importlib_metadata
 import pytest
 
 from wtransfer.registry.hooks import PluginManager
-from wtransfer.registry.registry import Host
+from wtransfer.registry.resolve import Host
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

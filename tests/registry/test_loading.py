@@ -261,7 +261,7 @@ def test_backend_that_looks_up_itself_during_its_import_is_broken(site):
 
 
 LOAD_TWO = """
-from wtransfer.registry.registry import registry
+from wtransfer.registry.resolve import registry
 for name in ("gloo", "file"):
     try:
         registry("engines").get(name)

@@ -12,7 +12,7 @@ from arena_rig import Rig, key
 
 from wtransfer.errors import to_wire
 from wtransfer.kv.header import BlockHeader
-from wtransfer.specs.shared_region import SharedRegion
+from wtransfer.specs.arena import SharedRegion
 
 MAX_DATAGRAM = 1 << 16
 

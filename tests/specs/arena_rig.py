@@ -15,6 +15,7 @@ from wtransfer.config import (
     OffloadingParallelConfig,
 )
 from wtransfer.kv.keys import fence_key, make_offload_key
+from wtransfer.specs.arena import ArenaLoadStoreSpec
 from wtransfer.specs.cpu import CPUOffloadingSpec
 from wtransfer.specs.interface import (
     CanonicalKVCacheRef,
@@ -22,7 +23,6 @@ from wtransfer.specs.interface import (
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
 )
-from wtransfer.specs.shared_region import ArenaLoadStoreSpec
 
 
 def key(number, group=0, fingerprint="weights"):

@@ -11,9 +11,9 @@ from tier_rig import NUM_BLOCKS, Gate, Rig, key, until
 from wtransfer.config import OffloadingConfig
 from wtransfer.errors import BlockNotKeptError, EvictionPolicyError, OffloadingOptionError
 from wtransfer.specs import payoff, tier, tier_link, tier_manager
+from wtransfer.specs.arena_manager import CPUOffloadingManager
 from wtransfer.specs.factory import OffloadingSpecFactory
 from wtransfer.specs.interface import GPULoadStoreSpec, LookupResult, ScheduleEndContext
-from wtransfer.specs.manager import CPUOffloadingManager
 from wtransfer.specs.tier import TierLoadStoreSpec, rank_key
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")

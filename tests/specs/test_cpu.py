@@ -12,9 +12,9 @@ import pytest
 
 from wtransfer.config import OffloadingConfig
 from wtransfer.errors import ForkedError, OffloadingOptionError, StallError
+from wtransfer.specs.arena import ArenaLoadStoreSpec
 from wtransfer.specs.cpu import CPUOffloadingOptions, CPUOffloadingSpec
 from wtransfer.specs.interface import GPULoadStoreSpec
-from wtransfer.specs.shared_region import ArenaLoadStoreSpec
 
 
 def memory_mappings():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from wtransfer.kv.header import BlockHeader
-from wtransfer.specs.shared_region import ArenaLoadStoreSpec
+from wtransfer.specs.arena import ArenaLoadStoreSpec
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import pytest
 
 from wtransfer.config import OffloadingConfig
 from wtransfer.registry import hooks
-from wtransfer.registry import registry as registry_module
+from wtransfer.registry import resolve as registry_module
 from wtransfer.registry.hooks import PluginManager, hookimpl
-from wtransfer.registry.registry import Host
+from wtransfer.registry.resolve import Host
 from wtransfer.specs.factory import OffloadingSpecFactory
 from wtransfer.specs.interface import OffloadingSpec
 

@@ -9,8 +9,8 @@ import pytest
 
 from wtransfer.errors import EvictionPolicyError, OffloadingOptionError
 from wtransfer.kv.keys import make_offload_key
+from wtransfer.specs.arena_manager import CPUOffloadingManager
 from wtransfer.specs.interface import LookupResult, ReqContext
-from wtransfer.specs.manager import CPUOffloadingManager
 from wtransfer.specs.policies import POLICIES, ARCCachePolicy, LRUCachePolicy, policy_class
 from wtransfer.testing.policy import PolicyConformance
 

@@ -29,9 +29,10 @@ from wtransfer.config import (
     tokens_per_block,
 )
 from wtransfer.errors import BlockNotKeptError, OffloadingOptionError, PluginTypeError
-from wtransfer.registry import registry as registry_module
+from wtransfer.registry import resolve as registry_module
 from wtransfer.registry.hooks import PluginManager
-from wtransfer.registry.registry import Host
+from wtransfer.registry.resolve import Host
+from wtransfer.specs.arena_manager import CPUOffloadingManager
 from wtransfer.specs.interface import (
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
@@ -44,7 +45,6 @@ from wtransfer.specs.interface import (
     ScheduleEndContext,
     TransferResult,
 )
-from wtransfer.specs.manager import CPUOffloadingManager
 from wtransfer.specs.seed_adapter import (
     HandlersWorker,
     SeedManagerAdapter,

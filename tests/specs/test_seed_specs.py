@@ -11,9 +11,9 @@ import pytest
 
 from wtransfer import KVCacheConfig, KVTransferConfig, OffloadingSpecFactory, ServingConfig
 from wtransfer.errors import KVTransferConfigError, PluginTypeError, WTransferError
-from wtransfer.registry import registry as registry_module
+from wtransfer.registry import resolve as registry_module
 from wtransfer.registry.hooks import PluginManager as Board
-from wtransfer.registry.registry import Host
+from wtransfer.registry.resolve import Host
 from wtransfer.specs.interface import OffloadingSpec
 
 MODULE = """

@@ -12,6 +12,7 @@ import torch
 
 from wtransfer.config import OffloadingCacheConfig, OffloadingConfig, OffloadingParallelConfig
 from wtransfer.kv.keys import fence_key, make_offload_key
+from wtransfer.specs.arena import ArenaLayout
 from wtransfer.specs.interface import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -20,7 +21,6 @@ from wtransfer.specs.interface import (
     LookupResult,
     ReqContext,
 )
-from wtransfer.specs.shared_region import ArenaLayout
 from wtransfer.specs.tier import TierLoadStoreSpec
 from wtransfer.specs.tier_spec import tier_spec
 from wtransfer.testing.fakes import MemoryTier

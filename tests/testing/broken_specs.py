@@ -8,9 +8,9 @@ from concurrent.futures import Future
 from typing import ClassVar
 
 from wtransfer.scaffold.memory_spec import MemorySpec, MemorySpecWorker
+from wtransfer.specs.arena import ArenaLoadStoreSpec
+from wtransfer.specs.arena_manager import CPUOffloadingManager
 from wtransfer.specs.interface import LookupResult, PrepareStoreOutput
-from wtransfer.specs.manager import CPUOffloadingManager
-from wtransfer.specs.shared_region import ArenaLoadStoreSpec
 from wtransfer.testing.spec import SpecConformance
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from wtransfer.errors import ClosedError, NoWorkersError, RoundAbortedError
 from wtransfer.testing.contents import contents
-from wtransfer.weight_sync.trainer.round import Round
+from wtransfer.weight_sync.trainer.round_handle import Round
 from wtransfer.weight_sync.worker.target import StateDictTarget
 
 TICK_S = 0.01

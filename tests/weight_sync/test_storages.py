@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from wtransfer.weight_sync.form import module_state
+from wtransfer.weight_sync.checkpoint_form import module_state
 from wtransfer.weight_sync.storages import (
     group_storages,
     num_holders,

@@ -28,8 +28,8 @@ from wtransfer.bench.harness import BESIDE_NBYTES, MIB, Goal, Result, Row, Sprea
 from wtransfer.errors import DigestMismatchError
 from wtransfer.kv.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from wtransfer.kv.keys import fence_key, make_offload_key
+from wtransfer.specs.arena_manager import CPUOffloadingManager
 from wtransfer.specs.interface import GPULoadStoreSpec, LookupResult, ReqContext
-from wtransfer.specs.manager import CPUOffloadingManager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -16,7 +16,7 @@ import click
 from wtransfer.commands.options import options_of
 from wtransfer.errors import PluginError, PluginTypeError, UnknownBackendError
 from wtransfer.registry.discovery import CORE, DISCOVERED, ENGINES, HOSTS, SPECS, installed
-from wtransfer.registry.registry import Listed, Registry, host
+from wtransfer.registry.resolve import Listed, Registry, host
 from wtransfer.scaffold import GROUPS, create
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from wtransfer.weight_sync.report import Report, WorkerReport
     from wtransfer.weight_sync.trainer.publisher import Publisher
-    from wtransfer.weight_sync.trainer.round import Round
+    from wtransfer.weight_sync.trainer.round_handle import Round
 
 ADVICE = {
     "pending": "it has verified the update, and applies it when its model gets to it",
@@ -216,7 +216,7 @@ def _usage_errors(*classes: type[WTransferError]) -> Iterator[None]:
 
 def _publisher(order: _Order) -> Publisher:
     from wtransfer.engines.factory import WeightTransferTrainerFactory
-    from wtransfer.registry.registry import registry
+    from wtransfer.registry.resolve import registry
 
     with _usage_errors(PluginError, AddressError):
         engine_cls = registry("engines").get(order.engine)

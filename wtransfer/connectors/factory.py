@@ -16,7 +16,7 @@ from wtransfer.connectors.interface import KVConnectorBase, KVConnectorBase_V1
 from wtransfer.connectors.origins import agree
 from wtransfer.errors import ConnectorGenerationError, PluginTypeError, RegistrationError
 from wtransfer.registry import hooks
-from wtransfer.registry.registry import registry
+from wtransfer.registry.resolve import registry
 
 if TYPE_CHECKING:
     from wtransfer.connectors.interface import Connector, KVConnectorRole

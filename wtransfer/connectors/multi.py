@@ -57,7 +57,7 @@ from wtransfer.connectors.interface import (
 )
 from wtransfer.connectors.serving_config import Instance, read_options
 from wtransfer.errors import ConnectorOptionError
-from wtransfer.registry.registry import registry
+from wtransfer.registry.resolve import registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from wtransfer.connectors.fenced import WeightHandshake
 from wtransfer.connectors.interface import KVConnectorRole
 from wtransfer.errors import UnknownBackendError
-from wtransfer.registry.registry import registry
+from wtransfer.registry.resolve import registry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

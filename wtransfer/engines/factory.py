@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from wtransfer.errors import PluginTypeError, RegistrationError
-from wtransfer.registry.registry import registry
+from wtransfer.registry.resolve import registry
 
 if TYPE_CHECKING:
     from wtransfer.config import HasBackend, ParallelConfig
@@ -58,7 +58,7 @@ class WeightTransferEngineFactory:
 
         Raises:
             UnknownBackendError: No backend has this name; a `ValueError`. For the other reasons
-                why it cannot be loaded see `wtransfer.registry.registry.Registry.get`.
+                why it cannot be loaded see `wtransfer.registry.resolve.Registry.get`.
         """
         engine_cls = registry("engines").get(config.backend)
         logger.info("Creating weight transfer engine: %s", engine_cls.__name__)

@@ -3,7 +3,8 @@
 Into slots: the pages are gathered, the bytes in the slot are digested, and a header is made of
 that. Out of slots: the header must be that of the block that was asked for, and the bytes must have
 the digest that it states, before one of them reaches the cache; and the slot must not have been
-opened until the copy was done. Otherwise the chunk is refused, for a reason that is counted.
+opened until the copy was done. Otherwise the chunk is refused, for a reason that is counted, and
+quarantined if it is damaged.
 
 Many blocks are processed at once, in steps that fit into a processor's cache, so that bytes are
 digested where they were just copied, or are about to be.

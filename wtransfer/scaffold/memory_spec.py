@@ -13,8 +13,8 @@ import torch
 from wtransfer import OffloadingConfig, OffloadingSpec, OffloadingWorker
 from wtransfer.errors import StallError
 from wtransfer.kv.header import checksum
+from wtransfer.specs.arena_manager import CPUOffloadingManager
 from wtransfer.specs.interface import CanonicalKVCaches, GPULoadStoreSpec, TransferResult
-from wtransfer.specs.manager import CPUOffloadingManager
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """Spec ``CPUOffloadingSpec``: KV cache in host memory, in an arena that the ranks of a host share.
 
 1. S (`CPUOffloadingManager`) gives blocks slots, and evicts them by a policy.
-2. W (`wtransfer.specs.arena.ArenaLink`) copies a rank's part of each block, with a header and a
-   checksum.
+2. W (`wtransfer.specs.arena_link.ArenaLink`) copies a rank's part of each block, with a header and
+   a checksum.
 3. A load is compared with header and checksum before a byte of it reaches the cache.
 
 Linux, one host, one user. Nothing has a name in the file system, so nothing can be left behind.
@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import msgspec
 
 from wtransfer.kv.cache_view import geometries_of, pages_of
-from wtransfer.specs.arena import ArenaLink, arena_layout
+from wtransfer.specs.arena import SharedRegion
+from wtransfer.specs.arena_link import ArenaLink, arena_layout
+from wtransfer.specs.arena_manager import CPUOffloadingManager
 from wtransfer.specs.interface import OffloadingSpec
 from wtransfer.specs.jobs import Jobs
-from wtransfer.specs.manager import CPUOffloadingManager
-from wtransfer.specs.shared_region import SharedRegion
 from wtransfer.specs.worker import JobWorker
 
 if TYPE_CHECKING:

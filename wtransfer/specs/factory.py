@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from wtransfer.errors import OffloadingOptionError
 from wtransfer.registry import hooks
-from wtransfer.registry.registry import registry
+from wtransfer.registry.resolve import registry
 from wtransfer.specs.interface import Tier
 from wtransfer.specs.seed_adapter import (
     adapt_spec,

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, cast
 
 from wtransfer.deadline import Deadline
 from wtransfer.errors import BlockNotKeptError, EvictionPolicyError
+from wtransfer.specs.arena_manager import CPUOffloadingManager
 from wtransfer.specs.interface import (
     LookupResult,
     OffloadingManager,
@@ -30,7 +31,6 @@ from wtransfer.specs.interface import (
     RequestOffloadingContext,
 )
 from wtransfer.specs.jobs import SHUTDOWN_S, CopyThreads
-from wtransfer.specs.manager import CPUOffloadingManager
 from wtransfer.specs.payoff import Payoff
 from wtransfer.specs.tier import Counts, Health, TierLoadStoreSpec, close_tier, rank_key
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
     from wtransfer.config import OffloadingConfig
     from wtransfer.kv.keys import OffloadKey
+    from wtransfer.specs.arena import ArenaLoadStoreSpec
     from wtransfer.specs.interface import OffloadingEvent, ReqContext, ScheduleEndContext, Tier
-    from wtransfer.specs.shared_region import ArenaLoadStoreSpec
     from wtransfer.specs.tier import TierOptions
 
 logger = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ blocks are copied between cache and tier. With one:
 3. A store goes to the arena. From there a block is put into the tier soon afterwards, or with
    ``write_back`` when it is evicted. A tier that is too slow for that misses blocks: those that are
    evicted before they were put, and with ``write_back`` those for which no buffer comes free within
-   `STALL_S`. What the arena has no room for goes to the tier alone.
+   `STALL_S`. Blocks that find no room in the arena go to the tier alone.
 
-W has a link to either (`wtransfer.specs.arena`, `wtransfer.specs.tier_link`), and so would a third
-level.
+W has a link to either (`wtransfer.specs.arena_link`, `wtransfer.specs.tier_link`), and so would a
+third level.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from wtransfer.errors import OffloadingOptionError
 from wtransfer.kv.cache_view import geometries_of, pages_of
-from wtransfer.specs.arena import ArenaLink, arena_layout
+from wtransfer.specs.arena import SharedRegion
+from wtransfer.specs.arena_link import ArenaLink, arena_layout
+from wtransfer.specs.arena_manager import CPUOffloadingManager
 from wtransfer.specs.interface import OffloadingSpec
 from wtransfer.specs.jobs import Jobs
-from wtransfer.specs.manager import CPUOffloadingManager
-from wtransfer.specs.shared_region import SharedRegion
 from wtransfer.specs.tier import TierOptions, close_tier, open_tier
 from wtransfer.specs.tier_link import STALL_S, TierLink
 from wtransfer.specs.tier_manager import TierManager
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
     from wtransfer.config import OffloadingConfig
     from wtransfer.kv.canonical import CanonicalKVCaches
+    from wtransfer.specs.arena import ArenaLayout
     from wtransfer.specs.interface import Tier
-    from wtransfer.specs.shared_region import ArenaLayout
     from wtransfer.specs.worker import Link
 
 

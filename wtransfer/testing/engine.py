@@ -35,7 +35,7 @@ from wtransfer.config import ParallelConfig, WeightTransferConfig
 from wtransfer.deadline import Deadline
 from wtransfer.engines.factory import WeightTransferTrainerFactory
 from wtransfer.errors import RoundAbortedError, WTransferError
-from wtransfer.registry.registry import registry
+from wtransfer.registry.resolve import registry
 from wtransfer.testing.contents import TRAVELLING_DTYPES, contents, random_tensor
 from wtransfer.testing.faults import Fault, Faults
 from wtransfer.testing.fleet import Fleet
@@ -47,7 +47,7 @@ from wtransfer.weight_sync.worker.target import StateDictTarget
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from wtransfer.weight_sync.trainer.round import Round
+    from wtransfer.weight_sync.trainer.round_handle import Round
 
     MakeFleet = Callable[..., Fleet]
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from wtransfer.engines.factory import WeightTransferTrainerFactory
-from wtransfer.registry.registry import registry
+from wtransfer.registry.resolve import registry
 from wtransfer.transport.tensors import plain
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from wtransfer.weight_sync.report import Report
-    from wtransfer.weight_sync.trainer.round import Round
+    from wtransfer.weight_sync.trainer.round_handle import Round
     from wtransfer.weights import WeightSource, WeightTarget
 
 STEP_S = 0.005

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import pytest
 
-from wtransfer.registry.registry import registry
+from wtransfer.registry.resolve import registry
 from wtransfer.testing.pytest_plugin import KINDS, choose
 
 if TYPE_CHECKING:

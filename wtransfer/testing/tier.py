@@ -43,7 +43,7 @@ from wtransfer.deadline import Deadline
 from wtransfer.errors import OffloadingOptionError
 from wtransfer.kv.header import HEADER_NBYTES
 from wtransfer.kv.keys import OffloadKey, fence_key, make_offload_key
-from wtransfer.registry.registry import registry
+from wtransfer.registry.resolve import registry
 from wtransfer.specs import tier as tier_module
 from wtransfer.specs.factory import OffloadingSpecFactory
 from wtransfer.specs.interface import Tier

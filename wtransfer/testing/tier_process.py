@@ -15,7 +15,7 @@ import numpy as np
 
 from wtransfer.deadline import Deadline
 from wtransfer.errors import StallError
-from wtransfer.registry.registry import registry
+from wtransfer.registry.resolve import registry
 from wtransfer.specs.tier import open_tier
 from wtransfer.testing.mini_engine.channel import (
     END_S,

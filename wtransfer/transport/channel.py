@@ -1,4 +1,7 @@
-"""The control channel: authenticated messages between one trainer and its workers.
+"""The control channel: authenticated messages between one listener and its dialers.
+
+Of weights the listener is the trainer and the dialers are workers; of KV cache the listener is the
+instance that has blocks, and the dialers want them. Steps say trainer and worker for either.
 
 Life of a connection, with the side of each step:
 

@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: tests/make_env.py ENV
 
 from wtransfer.connectors.interface import KVConnectorBase_V1, KVConnectorMetadata
 from wtransfer.errors import ConnectorOptionError
-from wtransfer.registry.registry import registry
+from wtransfer.registry.resolve import registry
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # those of what vLLM imports

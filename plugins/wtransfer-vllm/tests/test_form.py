@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from wtransfer import Publisher, WorkerSession
 from wtransfer.checkpoint.source import CheckpointSource
 from wtransfer.errors import SchemaError, SourceError
-from wtransfer.weight_sync.form import module_form
+from wtransfer.weight_sync.checkpoint_form import module_form
 from wtransfer.weight_sync.trainer.source import as_source
 
 os.environ["HF_HUB_OFFLINE"] = "1"

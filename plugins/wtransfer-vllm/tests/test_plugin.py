@@ -74,7 +74,7 @@ def test_every_engine_is_registered_once_without_importing_it(python, generation
 def test_name_of_a_vllm_backend_stays_vllms(python):
     code = """
         import json, sys, types
-        from wtransfer.registry.registry import registry
+        from wtransfer.registry.resolve import registry
         registry("engines").register("ipc", "nowhere", "Engine")
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as factory
         factory.register_engine("ipc", "vllms", "Own")
@@ -98,7 +98,7 @@ def test_name_of_a_vllm_backend_stays_vllms(python):
 
 KV_NAMES = """
     import json, sys
-    from wtransfer.registry.registry import registry
+    from wtransfer.registry.resolve import registry
     registry("connectors").register("acme", "nowhere", "Connector")
     registry("specs").register("acme-disk", "nowhere", "Spec")
     from wtransfer_vllm.plugin import register

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from wtransfer.connectors.p2p.buffer import SlotMemory
 from wtransfer.kv.header import HEADER_NBYTES
-from wtransfer.specs.shared_region import ArenaLayout
+from wtransfer.specs.arena import ArenaLayout
 
 if TYPE_CHECKING:
     from pathlib import Path

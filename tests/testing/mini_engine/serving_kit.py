@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from wtransfer import Publisher
-from wtransfer.specs.shared_region import ArenaLayout
+from wtransfer.specs.arena import ArenaLayout
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig, ModelShape
 from wtransfer.testing.mini_engine.model import PagedTransformer
 from wtransfer.testing.mini_engine.reference import reference_output

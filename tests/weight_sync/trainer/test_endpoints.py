@@ -31,7 +31,7 @@ from wtransfer.testing.contents import contents
 from wtransfer.weight_sync.http.client import HttpClient
 from wtransfer.weight_sync.trainer import coordinator
 from wtransfer.weight_sync.trainer.endpoints import Endpoints
-from wtransfer.weight_sync.trainer.round import Round
+from wtransfer.weight_sync.trainer.round_handle import Round
 from wtransfer.weight_sync.worker.session import ServingHost
 from wtransfer.weight_sync.worker.target import StateDictTarget
 

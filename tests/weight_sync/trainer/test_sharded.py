@@ -34,7 +34,7 @@ from wtransfer.errors import (
 )
 from wtransfer.testing.contents import contents
 from wtransfer.testing.fakes import MemoryTrainerEngine
-from wtransfer.weight_sync.form import in_form
+from wtransfer.weight_sync.checkpoint_form import in_form
 from wtransfer.weight_sync.messages import ErrorInfo
 from wtransfer.weight_sync.trainer import sharded as module
 from wtransfer.weight_sync.trainer.gather_group import BEAT_S, SILENT_S, RankState

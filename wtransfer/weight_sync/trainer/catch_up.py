@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from wtransfer.errors import WTransferError
-from wtransfer.weight_sync.trainer.round import Round
+from wtransfer.weight_sync.trainer.round_handle import Round
 
 if TYPE_CHECKING:
     from collections.abc import Callable

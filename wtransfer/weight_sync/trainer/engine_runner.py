@@ -13,7 +13,7 @@ from wtransfer.config import decode_options
 from wtransfer.engines.border import EngineThread, call_engine, guarded
 from wtransfer.engines.factory import WeightTransferTrainerFactory, listen
 from wtransfer.errors import NotInitializedError, VersionNotKeptError
-from wtransfer.registry.registry import registry
+from wtransfer.registry.resolve import registry
 from wtransfer.weight_sync.messages import Init
 from wtransfer.weight_sync.trainer.digesting import DigestingSource
 from wtransfer.weight_sync.trainer.workers import send_to

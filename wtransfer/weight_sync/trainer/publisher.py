@@ -43,7 +43,7 @@ from wtransfer.weight_sync.trainer.coordinator import (
 from wtransfer.weight_sync.trainer.endpoints import Endpoints, Incomplete
 from wtransfer.weight_sync.trainer.engine_runner import EngineRunner, Origin
 from wtransfer.weight_sync.trainer.membership import Membership
-from wtransfer.weight_sync.trainer.round import Round
+from wtransfer.weight_sync.trainer.round_handle import Round
 from wtransfer.weight_sync.trainer.sharded import ShardedSource
 from wtransfer.weight_sync.trainer.source import as_source
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
     from wtransfer.engines.interface import KeptVersion, WeightSyncClient
     from wtransfer.transport.channel import Connection
-    from wtransfer.weight_sync.form import Form
+    from wtransfer.weight_sync.checkpoint_form import Form
     from wtransfer.weight_sync.report import Report, WorkerInfo
     from wtransfer.weight_sync.trainer.workers import Worker
     from wtransfer.weights import ParamMeta, WeightSource

@@ -1,4 +1,4 @@
-"""One round as a state machine: two-phase commit without sockets, threads or clocks."""
+"""Two-phase commit of a round as a state machine, without sockets, threads or clocks."""
 
 from __future__ import annotations
 

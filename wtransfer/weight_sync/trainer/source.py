@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wtransfer.transport.tensors import PLAIN_TYPES
-from wtransfer.weight_sync.form import Formed, in_form, module_form, module_state
+from wtransfer.weight_sync.checkpoint_form import Formed, in_form, module_form, module_state
 from wtransfer.weight_sync.storages import group_storages, only_tensors
 from wtransfer.weights import ParamMeta, WeightSource
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from wtransfer.weight_sync.form import Form
+    from wtransfer.weight_sync.checkpoint_form import Form
 
 logger = logging.getLogger(__name__)
 

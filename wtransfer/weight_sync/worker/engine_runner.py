@@ -10,7 +10,7 @@ from wtransfer.config import ParallelConfig, WeightTransferConfig
 from wtransfer.engines.border import EngineThread, call_engine, engine_error, guarded
 from wtransfer.engines.factory import WeightTransferEngineFactory
 from wtransfer.errors import NotInitializedError, PluginBlockedError, PluginError
-from wtransfer.registry.registry import registry
+from wtransfer.registry.resolve import registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 
 from wtransfer.errors import SchemaError, SourceError
 from wtransfer.transport.tensors import PLAIN_TYPES, byte_view, lacks_memory
-from wtransfer.weight_sync.form import module_form
+from wtransfer.weight_sync.checkpoint_form import module_form
 from wtransfer.weight_sync.storages import (
     Storages,
     group_storages,

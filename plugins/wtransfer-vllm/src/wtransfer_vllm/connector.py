@@ -28,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from wtransfer import KVCacheConfig, KVConnectorFactory
 from wtransfer.connectors.interface import KVConnectorRole as Role
 from wtransfer.errors import ConnectorOptionError
-from wtransfer.registry.registry import registry
+from wtransfer.registry.resolve import registry
 
 from wtransfer_vllm.kv_stats import KVPromMetrics, KVStats, KVStatsInterval
 from wtransfer_vllm.names import is_ours, our_name

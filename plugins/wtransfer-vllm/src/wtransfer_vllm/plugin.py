@@ -185,7 +185,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _register_all(kind: str, register: Callable[[str, str], object]) -> list[str]:
-    from wtransfer.registry.registry import registry
+    from wtransfer.registry.resolve import registry
 
     added = []
     for ours in registry(kind).names():

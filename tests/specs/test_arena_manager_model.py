@@ -23,8 +23,8 @@ from hypothesis.stateful import (
 
 from wtransfer.errors import BlockNotKeptError
 from wtransfer.kv.keys import make_offload_key
+from wtransfer.specs.arena_manager import CPUOffloadingManager
 from wtransfer.specs.interface import LookupResult, ReqContext
-from wtransfer.specs.manager import CPUOffloadingManager
 
 KEYS = [make_offload_key(bytes([number]) * 8) for number in range(9)]
 REQUESTS = [ReqContext(name) for name in "xyz"]

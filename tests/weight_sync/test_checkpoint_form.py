@@ -15,7 +15,7 @@ from torch import nn
 import wtransfer
 from wtransfer import Publisher
 from wtransfer.errors import SourceError
-from wtransfer.weight_sync.form import in_form, module_form
+from wtransfer.weight_sync.checkpoint_form import in_form, module_form
 from wtransfer.weight_sync.trainer.source import as_source
 
 

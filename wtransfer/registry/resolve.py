@@ -1,7 +1,9 @@
 """From a name to a class: one registry for each kind of backend, all of them over one host.
 
 The order: an explicit class, which needs no registry, then the pin, the backend registered at run
-time, the built-in, the only one discovered. No silent choice between two distributions.
+time, the built-in, the only one discovered. No silent choice between two distributions: the error
+names both and the pin to write (`Registry.record`). A name of nothing here is an error with what
+exists, the nearest match, and for our own packages the ``pip install`` line.
 
 ========================================  ======================================================
 ``WTRANSFER_PIN``                         ``kind:name=distribution``, separated by commas

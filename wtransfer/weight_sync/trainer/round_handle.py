@@ -1,4 +1,4 @@
-"""A round in the hands of the caller that has begun it: its progress, its end, its report."""
+"""The caller's handle of a round: its progress, its end, its report. It decides nothing."""
 
 from __future__ import annotations
 

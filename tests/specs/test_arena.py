@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from wtransfer.errors import OffloadingOptionError, StagingMemoryError
 from wtransfer.kv.header import HEADER_NBYTES, checksum
 from wtransfer.kv.slots import HeaderForm
-from wtransfer.specs.shared_region import ArenaLayout, SharedRegion
+from wtransfer.specs.arena import ArenaLayout, SharedRegion
 
 GEOMETRY = bytes(range(16))
 

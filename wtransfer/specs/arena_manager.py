@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from wtransfer.errors import BlockNotKeptError, OffloadingOptionError
+from wtransfer.specs.arena import ArenaLoadStoreSpec
 from wtransfer.specs.interface import (
     LookupResult,
     Medium,
@@ -26,7 +27,6 @@ from wtransfer.specs.interface import (
     RequestOffloadingContext,
 )
 from wtransfer.specs.policies import STORING, Block, EvictionOrder, policy_class
-from wtransfer.specs.shared_region import ArenaLoadStoreSpec
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence

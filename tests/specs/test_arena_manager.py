@@ -8,8 +8,8 @@ import pytest
 
 from wtransfer.errors import BlockNotKeptError, OffloadingOptionError
 from wtransfer.kv.keys import make_offload_key
+from wtransfer.specs.arena_manager import CPUOffloadingManager
 from wtransfer.specs.interface import LookupResult, ReqContext
-from wtransfer.specs.manager import CPUOffloadingManager
 
 A, B, C, D, E, F = (make_offload_key(name.encode() * 16) for name in "ABCDEF")
 ONE, TWO = ReqContext("one"), ReqContext("two")
