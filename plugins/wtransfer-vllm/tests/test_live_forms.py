@@ -6,7 +6,7 @@ from contextlib import closing
 import pytest
 import torch
 import wtransfer
-from engines import PROMPTS, Engine, publish
+from engines import PROMPTS, Engine, publish, start_ranks
 from tiny_models import CONFIG, EXPERTS, HIDDEN, make_twin
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
@@ -65,14 +65,25 @@ def steps(model):
         yield
 
 
-def _nightly(name):
-    return pytest.param(name, marks=pytest.mark.nightly)
+def start(folder, model, num_ranks, **options):
+    if num_ranks > 1:
+        return start_ranks(folder, model, **OPTIONS, **options)
+    return Engine(folder, model=str(model), **OPTIONS, **options)
+
+
+def _nightly(*case):
+    return pytest.param(*case, marks=pytest.mark.nightly)
 
 
 @pytest.mark.parametrize(
-    "model_type", ["qwen3_moe", *(_nightly(name) for name in CONFIGS if name != "qwen3_moe")]
+    ("model_type", "num_ranks"),
+    [
+        ("qwen3_moe", 1),
+        *(_nightly(name, 1) for name in CONFIGS if name != "qwen3_moe"),
+        *(_nightly(name, 2) for name in CONFIGS),
+    ],
 )
-def test_vllm_computes_with_what_transformers_has_trained(model_type, tmp_path):
+def test_vllm_computes_with_what_transformers_has_trained(model_type, num_ranks, tmp_path):
     import transformers
 
     base = make_twin(tmp_path / "base", CONFIGS[model_type], 1)
@@ -83,13 +94,14 @@ def test_vllm_computes_with_what_transformers_has_trained(model_type, tmp_path):
         engine.invite(publisher)
         publisher.wait_for_workers(1, timeout_s=20)
         for number, _ in enumerate(steps(model)):
-            (worker,) = publish(publisher, engine, f"step-{number}").workers
-            assert (worker.outcome, worker.digests_equal) == ("committed", True)
+            workers = publish(publisher, engine, f"step-{number}").workers
+            assert len(workers) == num_ranks
+            assert {(each.outcome, each.digests_equal) for each in workers} == {("committed", True)}
             served.append(engine.tokens(PROMPTS))
     assert len({str(tokens) for tokens in served}) == NUM_STEPS
     saved = tmp_path / "saved"
     model.save_pretrained(saved)
     for file in base.glob("tokenizer*"):
         shutil.copyfile(file, saved / file.name)
-    with closing(Engine(tmp_path, model=str(saved), **OPTIONS)) as fresh:
+    with closing(start(tmp_path, saved, num_ranks)) as fresh:
         assert fresh.tokens(PROMPTS) == served[-1]
