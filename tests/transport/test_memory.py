@@ -1,7 +1,9 @@
+import gc
 import os
 import re
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -329,6 +331,30 @@ def test_memory_that_is_populated_ahead_is_there_when_the_wait_for_it_ends():
         go_on.release()
     assert not ahead.failed
     segment.close()
+
+
+def test_segment_that_is_closed_while_it_is_populated_takes_no_more_memory():
+    go_on, begun = threading.Semaphore(0), threading.Event()
+
+    def step():
+        begun.set()
+        go_on.acquire()
+
+    segment = Segment(20 * memory.ADVISE_NBYTES, populated=False)
+    ahead = memory.PopulatingAhead(segment, step)
+    assert begun.wait(10)
+    buffer = weakref.ref(segment.buffer.base)
+    segment.close()
+    go_on.release(20)
+    with pytest.raises(ClosedError):
+        ahead.wait(segment.nbytes)
+    # Nor does its error, which is kept, hold the memory.
+    gc.collect(0)
+    limit = time.monotonic() + 10
+    while buffer() is not None and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert buffer() is None
+    assert ahead.failed
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2])

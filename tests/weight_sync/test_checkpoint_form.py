@@ -15,7 +15,7 @@ from torch import nn
 import wtransfer
 from wtransfer import Publisher
 from wtransfer.errors import SourceError
-from wtransfer.weight_sync.checkpoint_form import in_form, module_form
+from wtransfer.weight_sync.checkpoint_form import ModuleForm, in_form
 from wtransfer.weight_sync.trainer.source import as_source
 
 
@@ -31,7 +31,7 @@ def fused():
 def split(tensors):
     """Return the form of the checkpoint: views of the same memory."""
     formed = {"norm": tensors["norm"], "q": tensors["qk"][:4], "k": tensors["qk"][4:]}
-    formed |= {f"experts.{n}": each.t().contiguous() for n, each in enumerate(tensors["experts"])}
+    formed |= {f"experts.{n}": each.t() for n, each in enumerate(tensors["experts"])}
     return formed
 
 
@@ -53,6 +53,25 @@ def test_form_of_views_is_sent_without_a_copy(caplog):
     assert caplog.records == []
 
 
+def test_form_is_asked_again_only_when_the_tensors_are_others():
+    tensors, calls = fused(), []
+
+    def counted(given):
+        calls.append(1)
+        return split(given)
+
+    source = as_source(tensors, counted)
+    for value in (1.0, 2.0):
+        # New memory, of the same shape: an optimizer or a commit may replace it.
+        tensors["qk"] = torch.full((6, 4), value)
+        assert torch.equal(whole(source)["k"], torch.full((2, 4), value))
+        assert [meta.name for meta in source.metadata] == list(split(tensors))
+    assert len(calls) == 1
+    tensors["experts"] = torch.ones(3, 3, 4)
+    assert "experts.2" in whole(source)
+    assert len(calls) == 2
+
+
 def test_form_that_copies_is_told_once_and_sends_present_values(caplog):
     tensors = fused()
     source = as_source(tensors, lambda each: {**split(each), "q": each["qk"][:4] * 1.0})
@@ -67,13 +86,16 @@ def test_form_that_copies_is_told_once_and_sends_present_values(caplog):
 @pytest.mark.parametrize(
     ("form", "error"),
     [
-        (lambda t: {"qk": t["qk"], "norm": t["norm"]}, "has lost 24 elements of 'experts'"),
-        (lambda t: {**split(t), "q": t["qk"][:3]}, "has lost 4 elements of 'qk'"),
-        (lambda t: {**split(t), "again": t["qk"]}, "has twice 24 elements of 'qk'"),
+        (lambda t: {"qk": t["qk"], "norm": t["norm"]}, "has lost 96 bytes of 'experts'"),
+        (lambda t: {**split(t), "q": t["qk"][:3]}, "has lost 16 bytes of 'qk'"),
+        (lambda t: {**split(t), "again": t["qk"]}, "has 96 bytes of 'qk' twice"),
+        (lambda t: {**split(t), "k": t["qk"][3:5]}, "has 16 bytes of 'qk' twice"),
+        (lambda t: {**split(t), "k": t["qk"][:2].t()}, "has 32 bytes of 'qk' twice"),
+        (lambda t: {**split(t), "again": t["norm"].clone()}, "16 bytes twice, as copies.*'again'"),
         (lambda t: t["not there"], "KeyError: 'not there'"),
         (lambda _: None, "TypeError"),
     ],
-    ids=["lost", "part-lost", "doubled", "raises", "no mapping"],
+    ids=["lost", "part", "doubled", "shifted", "transposed", "copied", "raises", "no mapping"],
 )
 def test_form_that_is_not_of_the_whole_is_refused(form, error):
     with pytest.raises(SourceError, match=error):
@@ -132,4 +154,4 @@ def test_wrappers_add_nothing_to_names(wrap):
             model = nn.parallel.DistributedDataParallel(model)
         finally:
             dist.destroy_process_group()
-    assert list(module_form(model).tensors) == names
+    assert list(ModuleForm(model).formed().tensors) == names

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from wtransfer.calls import Changed, start_call
+from wtransfer.calls import Changed, forget_frames, start_call
 from wtransfer.errors import (
     ClosedError,
     DescriptorLimitError,
@@ -217,10 +217,14 @@ class PopulatingAhead:
         try:
             self._segment.populate(0, self._segment.nbytes, self._note)
         except BaseException as error:
-            self._error, self.failed = error, True
+            # Without frames: they hold the memory, also of a segment that is closed by now.
+            forget_frames(error)
+            self._error, self.failed = error.with_traceback(None), True
         self._changed.notify_all()
 
     def _note(self, nbytes: int) -> None:
+        # Raises for a segment that was closed: nothing will be written to it.
+        _ = self._segment.buffer
         self._on_step()
         self._nbytes = nbytes
         self._changed.notify_all()

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -20,7 +20,7 @@ from wtransfer.errors import SourceError
 from wtransfer.weight_sync.storages import group_storages, memory_of, only_tensors, unwrap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
@@ -50,35 +50,94 @@ def module_state(module: nn.Module) -> dict[str, torch.Tensor]:
     return only_tensors(unwrap(module).state_dict(keep_vars=True))
 
 
-def module_form(module: nn.Module) -> Formed:
-    """Return a module's parameters and persistent buffers in the form of its checkpoint.
+class ModuleForm:
+    """A module's parameters and persistent buffers in the form on the wire.
 
-    Wrappers are taken off (``torch.compile``, ``DistributedDataParallel``, PEFT), so that
-    trainer and worker agree on names whichever of them is wrapped. Models of transformers have the
-    form that ``save_pretrained`` writes; all others are their own form.
-
-    Raises:
-        SourceError: The form of the checkpoint cannot be had: adapters that are not merged,
-            sharded tensors that would be split, a release of transformers that has changed.
+    Args:
+        module: The model. By default wrappers are taken off (``torch.compile``,
+            ``DistributedDataParallel``, PEFT), so that trainer and worker agree on names whichever
+            of them is wrapped; models of transformers have the form that ``save_pretrained``
+            writes, and all others are their own form.
+        form: Another form, of the names and tensors of ``state_dict()``.
     """
-    model, tensors = _without_adapters(unwrap(module))
-    tensors = {_COMPILED.sub("", name): each for name, each in tensors.items()}
-    modeling = sys.modules.get("transformers.modeling_utils")
-    # Releases before 5 hold models in the form of their checkpoints.
-    if (
-        modeling is None
-        or not hasattr(modeling, "revert_weight_conversion")
-        or not isinstance(model, modeling.PreTrainedModel)
-        or getattr(model, "hf_quantizer", None) is not None
-    ):
-        return Formed(tensors, [])
-    for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
-        tensors.pop(name, None)
-    try:
-        return in_form(tensors, lambda each: _reverted(model, each))
-    except SourceError as error:
-        error.message = f"{type(model).__name__}: {error.message}; {OWN_FORM}"
-        raise
+
+    def __init__(self, module: nn.Module, form: Form | None = None) -> None:
+        self._module = module
+        self._given = None if form is None else KnownForm(form)
+        self._own = KnownForm(lambda tensors: _reverted(self._inner, tensors))
+        self._inner: Any = module
+
+    def formed(self) -> Formed:
+        """Return the tensors as they are now.
+
+        Raises:
+            SourceError: The form cannot be had: adapters that are not merged, sharded tensors that
+                would be split, a release of transformers that has changed, or as `in_form`.
+        """
+        if self._given is not None:
+            return self._given.of(module_state(self._module))
+        model, tensors = _without_adapters(unwrap(self._module))
+        tensors = {_COMPILED.sub("", name): each for name, each in tensors.items()}
+        modeling = sys.modules.get("transformers.modeling_utils")
+        # Releases before 5 hold models in the form of their checkpoints.
+        if (
+            modeling is None
+            or not hasattr(modeling, "revert_weight_conversion")
+            or not isinstance(model, modeling.PreTrainedModel)
+            or getattr(model, "hf_quantizer", None) is not None
+        ):
+            return Formed(tensors, [])
+        for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
+            tensors.pop(name, None)
+        self._inner = model
+        try:
+            return self._own.of(tensors)
+        except SourceError as error:
+            error.message = f"{type(model).__name__}: {error.message}; {OWN_FORM}"
+            raise
+
+
+class KnownForm:
+    """A form, asked again only when names, shapes or strides of the tensors are others.
+
+    A form of views is a matter of these alone: the parts are known from the first time.
+
+    Args:
+        form: As of `in_form`.
+    """
+
+    def __init__(self, form: Form) -> None:
+        self._form = form
+        # In one piece: threads ask at the same time.
+        self._known: tuple[object, dict[str, Part]] | None = None
+
+    def of(self, tensors: Mapping[str, torch.Tensor]) -> Formed:
+        """Return tensors in the form. Raises as `in_form`."""
+        layout, known = _layout_of(tensors), self._known
+        if known is None or known[0] != layout:
+            formed = in_form(tensors, self._form)
+            parts = _parts_of(tensors, formed)
+            self._known = None if parts is None else (layout, parts)
+            return formed
+        with torch.no_grad():
+            return Formed({name: part.of(tensors) for name, part in known[1].items()}, [])
+
+
+class Part(NamedTuple):
+    """A tensor of a form, as a part of one of the model's."""
+
+    own: str
+    """Name of the model's."""
+    place: tuple[tuple[int, ...], tuple[int, ...], int] | None
+    """Shape, strides, and offset in elements; None: all of it."""
+
+    def of(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the tensor: the model's own, or a view of it."""
+        whole = tensors[self.own]
+        if self.place is None:
+            return whole
+        shape, strides, offset = self.place
+        return whole.as_strided(shape, strides, whole.storage_offset() + offset)
 
 
 def in_form(tensors: Mapping[str, torch.Tensor], form: Form) -> Formed:
@@ -101,29 +160,55 @@ def in_form(tensors: Mapping[str, torch.Tensor], form: Form) -> Formed:
     sharded = {id(each): name for name, each in stand_ins.items()}
     given = {**tensors, **stand_ins}
     try:
-        with torch.no_grad(), _Views():
+        with torch.no_grad():
             found = only_tensors(form(dict(given)))
     except Exception as error:
         raise SourceError(
             f"the form of the weights cannot be had ({type(error).__name__}: {error})"
         ) from error
     _check_whole(given, found)
-    if changed := [
-        name for name, each in found.items() if each.is_meta and id(each) not in sharded
-    ]:
+    known = {id(each) for each in given.values()}
+    changed = [name for name, each in found.items() if each.is_meta and id(each) not in known]
+    if changed and stand_ins:
         raise SourceError(
             f"{changed[0]!r} is a part of a tensor that is sharded over ranks; publish whole "
             "tensors",
             piece=changed[0],
         )
     own = {memory_of(each) for each in given.values()}
-    return Formed(
-        {
-            name: tensors[sharded[id(each)]] if id(each) in sharded else each
-            for name, each in found.items()
-        },
-        [name for name, each in found.items() if memory_of(each) not in own],
-    )
+    copied = [name for name, each in found.items() if each.numel() and memory_of(each) not in own]
+    for name, each in found.items():
+        if id(each) in sharded:
+            found[name] = tensors[sharded[id(each)]]
+    return Formed(found, copied)
+
+
+def _layout_of(tensors: Mapping[str, torch.Tensor]) -> object:
+    first: dict[object, int] = {}
+    return [
+        (
+            *(name, each.dtype, each.shape, first.setdefault(memory_of(each), number)),
+            each.stride() if each.layout is torch.strided and not each.is_nested else None,
+        )
+        for number, (name, each) in enumerate(tensors.items())
+    ]
+
+
+def _parts_of(tensors: Mapping[str, torch.Tensor], formed: Formed) -> dict[str, Part] | None:
+    """Return the parts that a form consists of; None: it makes more than views."""
+    objects = {id(each): name for name, each in tensors.items()}
+    holders = {memory_of(each): name for name, each in reversed(list(tensors.items()))}
+    parts: dict[str, Part] = {}
+    for name, each in formed.tensors.items():
+        if id(each) in objects:
+            parts[name] = Part(objects[id(each)], None)
+            continue
+        own = holders.get(memory_of(each))
+        if own is None or each.dtype != tensors[own].dtype:
+            return None
+        offset = int(each.storage_offset()) - int(tensors[own].storage_offset())
+        parts[name] = Part(own, (tuple(each.shape), each.stride(), offset))
+    return parts
 
 
 def _without_adapters(model: Any) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -139,7 +224,8 @@ def _without_adapters(model: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         raise SourceError(f"{model.peft_type} adapts prompts, which are no weights of the model")
     base = model.get_base_model()
     tensors = module_state(base)
-    for prefix, part in base.named_modules():
+    # The inner one first, where a wrapper has another within.
+    for prefix, part in reversed(list(base.named_modules())):
         if hasattr(part, "base_layer") and hasattr(part, "merged"):
             if not part.merged and not part.disable_adapters:
                 raise SourceError(
@@ -148,8 +234,11 @@ def _without_adapters(model: Any) -> tuple[Any, dict[str, torch.Tensor]]:
                     piece=prefix,
                 )
             own = f"{prefix}.base_layer."
-        elif hasattr(part, "original_module") and hasattr(part, "modules_to_save"):
-            own = f"{prefix}.modules_to_save.{part.active_adapter}."
+        elif hasattr(part, "token_adapter"):
+            own = f"{prefix}.token_adapter."
+        elif hasattr(part, "original_module"):
+            trained = f"modules_to_save.{part.active_adapter}"
+            own = f"{prefix}.{'original_module' if part.disable_adapters else trained}."
         else:
             continue
         inside = {
@@ -164,7 +253,7 @@ def _without_adapters(model: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 class _Views(TorchFunctionMode):
-    """Lets a form consist of views: `contiguous`, with which conversions for files end, copies."""
+    """Lets transformers' form consist of views: its conversions for files end with `contiguous`."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -183,29 +272,69 @@ def _reverted(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torc
     ties = {name: each for tied in storages.ties.values() for name, each in tied.items()}
     revert = sys.modules["transformers.modeling_utils"].revert_weight_conversion
     place = {memory_of(each): number for number, each in enumerate(storages.tensors.values())}
-    found = revert(model, dict(storages.tensors))
+    with _Views():
+        found = revert(model, dict(storages.tensors))
+        tied = revert(model, ties) if ties else {}
     ordered = sorted(found, key=lambda name: place.get(memory_of(found[name]), len(place)))
-    return {**{name: found[name] for name in ordered}, **(revert(model, ties) if ties else {})}
+    return {**{name: found[name] for name in ordered}, **tied}
 
 
 def _check_whole(given: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> None:
     """Raise unless a form has each element of the tensors once; a copy may stand for any."""
-    wanted, had = _elements(given), _elements(found)
+    wanted, had = _by_memory(given), _by_memory(found)
     names = {memory_of(each): name for name, each in reversed(list(given.items()))}
-    spare = sum(number for place, number in had.items() if place not in wanted)
-    for place, number in wanted.items():
-        missing = number - had[place]
-        spare -= max(0, missing)
-        if missing < 0 or spare < 0:
-            what = "has twice" if missing < 0 else "has lost"
+    lost: dict[object, int] = {}
+    for place, tensors in wanted.items():
+        nbytes, overlap = _covered(tensors)
+        had_nbytes, had_overlap = _covered(had.get(place, []))
+        if had_overlap > overlap or had_nbytes > nbytes:
+            twice = max(had_overlap - overlap, had_nbytes - nbytes)
             raise SourceError(
-                f"the form {what} {abs(missing):,} elements of {names[place]!r}", piece=names[place]
+                f"the form has {twice:,} bytes of {names[place]!r} twice", piece=names[place]
             )
+        if had_nbytes < nbytes:
+            lost[place] = nbytes - had_nbytes
+    copied = {place: each for place, each in had.items() if place not in wanted}
+    spare = sum(each.nbytes for tensors in copied.values() for each in tensors)
+    for place, nbytes in lost.items():
+        spare -= nbytes
+        if spare < 0:
+            raise SourceError(
+                f"the form has lost {nbytes:,} bytes of {names[place]!r}", piece=names[place]
+            )
+    if spare:
+        name = next(n for n, each in found.items() if memory_of(each) in copied)
+        raise SourceError(
+            f"the form has {spare:,} bytes twice, as copies, first {name!r}", piece=name
+        )
 
 
-def _elements(tensors: Mapping[str, torch.Tensor]) -> Counter[object]:
-    """Return the number of elements in each memory, those of tied names once."""
-    found: Counter[object] = Counter()
+def _by_memory(tensors: Mapping[str, torch.Tensor]) -> dict[object, list[torch.Tensor]]:
+    """Return the tensors in each memory, those of tied names once."""
+    found: dict[object, list[torch.Tensor]] = {}
     for each in group_storages(tensors).tensors.values():
-        found[memory_of(each)] += each.numel()
+        found.setdefault(memory_of(each), []).append(each)
     return found
+
+
+def _covered(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """Return the bytes that tensors of one memory have, and how many of them overlap."""
+    found = [np.empty((0, 2), np.int64)]
+    for each in tensors:
+        if each.layout is not torch.strided or each.is_nested or len(tensors) == 1:
+            # Alone there: only the number counts.
+            found.append(np.array([[0, each.nbytes]]))
+            continue
+        # Spans of bytes: the innermost dimensions that lie in one piece are one span.
+        dims = sorted(d for d in zip(each.stride(), each.shape, strict=True) if d[1] != 1)
+        length, starts = 1, np.array([each.storage_offset()])
+        while dims and dims[0][0] == length:
+            length *= dims.pop(0)[1]
+        for stride, size in dims:
+            starts = (starts[:, None] + stride * np.arange(size)).ravel()
+        found.append(np.stack([starts, starts + length], axis=1) * each.itemsize)
+    spans = np.concatenate(found)
+    spans = spans[np.argsort(spans[:, 0])]
+    reached = np.minimum(np.maximum.accumulate(spans[:, 1])[:-1], spans[1:, 1])
+    overlap = np.clip(reached - spans[1:, 0], 0, None).sum()
+    return int((spans[:, 1] - spans[:, 0]).sum()), int(overlap)

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from wtransfer import Publisher, WorkerSession
 from wtransfer.checkpoint.source import CheckpointSource
 from wtransfer.errors import SchemaError, SourceError
-from wtransfer.weight_sync.checkpoint_form import module_form
 from wtransfer.weight_sync.trainer.source import as_source
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -143,13 +142,29 @@ def adapted(model, **options):
 
 def test_adapters_travel_merged(tmp_path):
     base = make("llama")
-    names = set(saved(base, tmp_path))
-    model = adapted(base, modules_to_save=["lm_head"])
-    with pytest.raises(SourceError, match=r"adapter of .*q_proj' is not merged.*merge_adapter"):
-        module_form(model)
+    plain = saved(base, tmp_path)
+    model = adapted(
+        base, modules_to_save=["lm_head"], trainable_token_indices={"embed_tokens": [1, 2]}
+    )
+    with torch.no_grad():
+        model.base_model.model.lm_head.modules_to_save["default"].weight.add_(1.0)
+        model.get_input_embeddings().token_adapter.trainable_tokens_delta["default"].add_(1.0)
+
+    def sent():
+        return {name: each.clone() for name, each in as_source(model).iter_full()}
+
+    with pytest.raises(SourceError, match=r"adapter of 'model\..*' is not merged.*merge_adapter"):
+        sent()
+    with model.disable_adapter():
+        found = sent()
+    assert found.keys() == plain.keys()
+    assert all(torch.equal(found[name], plain[name]) for name in plain)
     model.merge_adapter()
-    sent = {name: each.clone() for name, each in as_source(model).iter_full()}
+    found = sent()
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        expected = model(input_ids=tokens).logits
+    other = make("llama", seed=3)
+    other.load_state_dict(found)
+    assert torch.allclose(other(input_ids=tokens).logits, expected, atol=1e-4)
     model.unmerge_adapter()
-    assert set(sent) == names
-    merged = model.merge_and_unload().state_dict()
-    assert all(torch.allclose(sent[name], merged[name], atol=1e-5) for name in names)

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from torch import nn
     from typing_extensions import Self
 
+    from wtransfer.weight_sync.checkpoint_form import Form
     from wtransfer.weights import ParamMeta, WeightSource
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ class ShardedSource:
 
     Args:
         model_or_source: A torch module, a mapping of names to tensors, or a `WeightSource`.
+        form: As of `Publisher`; the same on every rank.
         name: Tells several publishers of one trainer apart; as in `TrainerRank`.
         store: A torch store that all ranks share. Default: the one of torch's default group.
         deadline_s: Longest wait for the other ranks and for a gather, in seconds. Default: the
@@ -110,11 +112,12 @@ class ShardedSource:
         self,
         model_or_source: nn.Module | Mapping[str, torch.Tensor] | WeightSource,
         *,
+        form: Form | None = None,
         name: str = "default",
         store: Any = None,
         deadline_s: float | None = None,
     ) -> None:
-        self._source = as_source(model_or_source)
+        self._source = as_source(model_or_source, form)
         self.deadline_s = DEADLINE_S if deadline_s is None else deadline_s
         """Longest wait for the other ranks and for a gather, in seconds."""
         self._group = GatherGroup(
@@ -346,6 +349,7 @@ class TrainerRank:
 
     Args:
         model_or_source: As for `Publisher`: this rank's module, mapping or source.
+        form: As of `Publisher`; the same on every rank.
         name: Tells several publishers of one trainer apart; as in `ShardedSource`.
         store: A torch store that all ranks share. Default: the one of torch's default group, which
             is neither made nor destroyed here.
@@ -358,11 +362,12 @@ class TrainerRank:
         self,
         model_or_source: nn.Module | Mapping[str, torch.Tensor] | WeightSource,
         *,
+        form: Form | None = None,
         name: str = "default",
         store: Any = None,
         deadline_s: float = 30.0,
     ) -> None:
-        self._source = as_source(model_or_source)
+        self._source = as_source(model_or_source, form)
         self._group = GatherGroup(name, store, publishing=False, deadline_s=deadline_s)
         self._deadline_s = deadline_s
         self._pid = os.getpid()

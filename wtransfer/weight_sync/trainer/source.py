@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wtransfer.transport.tensors import PLAIN_TYPES
-from wtransfer.weight_sync.checkpoint_form import Formed, in_form, module_form, module_state
+from wtransfer.weight_sync.checkpoint_form import Formed, KnownForm, ModuleForm
 from wtransfer.weight_sync.storages import group_storages, only_tensors
 from wtransfer.weights import ParamMeta, WeightSource
 
@@ -33,12 +33,12 @@ class StateDictSource:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], form: Form | None = None) -> None:
         self._mapping = tensors
-        self._form = form
+        self._form = None if form is None else KnownForm(form)
         self._told_of_copies = False
 
     def _formed(self) -> Formed:
         tensors = only_tensors(self._mapping)
-        return Formed(tensors, []) if self._form is None else in_form(tensors, self._form)
+        return Formed(tensors, []) if self._form is None else self._form.of(tensors)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         tensors, copied = self._formed()
@@ -86,13 +86,11 @@ class ModuleSource(StateDictSource):
     """
 
     def __init__(self, module: nn.Module, form: Form | None = None) -> None:
-        super().__init__({}, form)
-        self._module = module
+        super().__init__({})
+        self._module_form = ModuleForm(module, form)
 
     def _formed(self) -> Formed:
-        if self._form is None:
-            return module_form(self._module)
-        return in_form(module_state(self._module), self._form)
+        return self._module_form.formed()
 
 
 def _has_metadata(source: object) -> bool:

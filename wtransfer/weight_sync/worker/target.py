@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 
 from wtransfer.errors import SchemaError, SourceError
 from wtransfer.transport.tensors import PLAIN_TYPES, byte_view, lacks_memory
-from wtransfer.weight_sync.checkpoint_form import module_form
+from wtransfer.weight_sync.checkpoint_form import ModuleForm
 from wtransfer.weight_sync.storages import (
     Storages,
     group_storages,
@@ -200,13 +200,14 @@ class ModuleTarget(StateDictTarget):
 
     def __init__(self, module: nn.Module, commit: CommitMode = "adopt") -> None:
         self._module = module
+        self._form = ModuleForm(module)
         super().__init__({}, commit)
         _check_reached(module)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         _check_not_folded()
         try:
-            tensors, copied = module_form(self._module)
+            tensors, copied = self._form.formed()
         except SourceError as error:
             raise SchemaError(error.message, piece=error.piece) from error
         if copied:
