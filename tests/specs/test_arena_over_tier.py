@@ -411,6 +411,20 @@ BAD_PLANS = {
     "negative slot": {"in_arena": {0: -1}},
     "unknown place": {"in_arena": {2: 0}},
     "unknown slot for what is promoted": {"promoted": {0: 3}},
+    "slot beyond 64 bits": {"in_arena": {0: 1 << 70}},
+    "slot beyond 63 bits": {"in_arena": {0: 1 << 63}},
+    "place beyond 64 bits": {"promoted": {1 << 70: 0}},
+    "half a slot": {"in_arena": {0: 1.5}},
+    "half a place": {"in_arena": {0.5: 1}},
+    "no slot": {"in_arena": {0: None}},
+    "slot that is read and promoted to": {"in_arena": {0: 1}, "promoted": {1: 1}},
+    "place that is read and promoted": {"in_arena": {0: 1}, "promoted": {0: 2}},
+    "slots without places": {"promoted": [0]},
+    "no slots": {"outdated": None},
+    "no keys to rewrite": {"rewritten": None},
+    "numbers to rewrite": {"rewritten": [1]},
+    "bytes of a key to rewrite": {"rewritten": b"key"},
+    "text to rewrite": {"rewritten": "key"},
 }
 
 
