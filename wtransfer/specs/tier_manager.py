@@ -1,15 +1,12 @@
 """The scheduler's side of a spec over a tier: an arena's manager and look-ups in the tier.
 
-1.  A block is looked up in the arena, then in the tier, there on a thread of its own: `lookup`
-    answers *ask again* until the tier has answered, and *miss* where it takes longer than
-    `LOOKUP_S`. A hit of the tier needs the part of every rank.
-2.  A load takes what the arena has. Any other block is *promoted*, if the arena has room for all of
-    them: the load gets it from the tier and writes it to the cache, and to a slot. Other requests
-    that want it wait for that.
-3.  A store goes to the arena, and from there to the tier; what the arena has no room for goes to
-    the tier alone.
-4.  A key whose load has failed is a miss until it is stored anew, or for `FAILED_S`.
-5.  Loads that take longer than computing their blocks are skipped (`wtransfer.specs.payoff`).
+The flow of a block is that of `wtransfer.specs.tier_spec`. This module decides when the tier
+counts:
+
+1.  It is asked on a thread of its own: `lookup` answers *ask again* until it has answered, and
+    *miss* where it takes longer than `LOOKUP_S`. A hit of the tier needs the part of every rank.
+2.  A key whose load has failed is a miss until it is stored anew, or for `FAILED_S`.
+3.  Loads that take longer than computing their blocks are skipped (`wtransfer.specs.payoff`).
 """
 
 from __future__ import annotations
