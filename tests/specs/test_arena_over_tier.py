@@ -13,7 +13,12 @@ from wtransfer.errors import BlockNotKeptError, EvictionPolicyError, OffloadingO
 from wtransfer.specs import payoff, tier, tier_link, tier_manager
 from wtransfer.specs.arena_manager import CPUOffloadingManager
 from wtransfer.specs.factory import OffloadingSpecFactory
-from wtransfer.specs.interface import GPULoadStoreSpec, LookupResult, ScheduleEndContext
+from wtransfer.specs.interface import (
+    GPULoadStoreSpec,
+    LookupResult,
+    ReqContext,
+    ScheduleEndContext,
+)
 from wtransfer.specs.tier import TierLoadStoreSpec, rank_key
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -271,6 +276,70 @@ def test_block_of_a_refused_load_is_no_hit_of_the_arena(rig, put):
     assert rig.is_right(5, 1)
 
 
+def sent_again(rig):
+    """Two requests with one id: the first one is aborted while its load runs."""
+    contexts = [ReqContext("request") for _ in range(2)]
+    for context in contexts:
+        rig.manager.on_new_request(context)
+    return contexts
+
+
+def unused(rig):
+    """Return whether no block of the arena is pinned."""
+    stats = rig.stats()
+    return stats["blocks_storing"] == stats["blocks_loading"] == 0
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_requests_with_one_id_pin_blocks_for_themselves(rig, order):
+    rig.keep([1, 2])
+    keys, contexts = [key(1), key(2)], sent_again(rig)
+    for context in contexts:
+        rig.manager.prepare_load(keys, context)
+    rig.manager.on_request_finished(contexts[0])
+    for number in order:
+        assert rig.stats()["blocks_loading"] == 2
+        rig.manager.complete_load(keys, contexts[number])
+    assert unused(rig)
+    assert rig.keep([3, 4, 5])
+
+
+@pytest.mark.parametrize("answers", [{0: HIT, 1: HIT}, {1: RETRY, 0: HIT}])
+def test_block_that_one_of_two_requests_with_one_id_promotes_becomes_a_hit(rig, put, answers):
+    rig.keep([1])
+    put(rig, 1)
+    rig.manager.reset_cache()
+    contexts = sent_again(rig)
+    for context in contexts:
+        assert rig.lookup([key(1)], context) == [HIT]
+    plans = [rig.manager.prepare_load([key(1)], context) for context in contexts]
+    assert [len(plan.promoted) for plan in plans] == [1, 0]
+    for number, answer in answers.items():
+        rig.manager.complete_load([key(1)], contexts[number])
+        assert rig.manager.lookup(key(1), rig.request()) is answer
+    assert unused(rig)
+
+
+def test_request_that_was_aborted_ends_no_promotion_of_its_successor(rig, put):
+    rig.keep([1])
+    put(rig, 1)
+    rig.manager.reset_cache()
+    contexts, other = sent_again(rig), rig.request()
+    keys = [key(2), key(3), key(4)]
+    rig.manager.prepare_store(keys, other)
+    rig.lookup([key(1)], contexts[0])
+    assert not rig.manager.prepare_load([key(1)], contexts[0]).promoted
+    rig.manager.complete_store(keys, other, success=False)
+    rig.lookup([key(1)], contexts[1])
+    assert rig.manager.prepare_load([key(1)], contexts[1]).promoted
+    rig.manager.load_failed([key(1)], contexts[0], suspect=False)
+    rig.manager.complete_load([key(1)], contexts[0])
+    assert rig.manager.lookup(key(1), rig.request()) is RETRY
+    rig.manager.complete_load([key(1)], contexts[1])
+    assert rig.manager.lookup(key(1), rig.request()) is HIT
+    assert unused(rig)
+
+
 # -- stores
 
 
@@ -342,6 +411,20 @@ BAD_PLANS = {
     "negative slot": {"in_arena": {0: -1}},
     "unknown place": {"in_arena": {2: 0}},
     "unknown slot for what is promoted": {"promoted": {0: 3}},
+    "slot beyond 64 bits": {"in_arena": {0: 1 << 70}},
+    "slot beyond 63 bits": {"in_arena": {0: 1 << 63}},
+    "place beyond 64 bits": {"promoted": {1 << 70: 0}},
+    "half a slot": {"in_arena": {0: 1.5}},
+    "half a place": {"in_arena": {0.5: 1}},
+    "no slot": {"in_arena": {0: None}},
+    "slot that is read and promoted to": {"in_arena": {0: 1}, "promoted": {1: 1}},
+    "place that is read and promoted": {"in_arena": {0: 1}, "promoted": {0: 2}},
+    "slots without places": {"promoted": [0]},
+    "no slots": {"outdated": None},
+    "no keys to rewrite": {"rewritten": None},
+    "numbers to rewrite": {"rewritten": [1]},
+    "bytes of a key to rewrite": {"rewritten": b"key"},
+    "text to rewrite": {"rewritten": "key"},
 }
 
 

@@ -143,6 +143,14 @@ BAD_JOBS = {
     "more slots": ([1], [1, 2], 2, {}),
     "more blocks": ([1, 2], [1], 1, {}),
     "more groups": ([1, 2], [1, 2], 2, {"group_sizes": [1, 1]}),
+    "slots beyond 64 bits": ([1], [1 << 70], 1, {}),
+    "slots beyond 63 bits": ([1], [1 << 63], 1, {}),
+    "halves of slots": ([1, 2], [0.5, 1.5], 2, {}),
+    "no slots": ([1], [None], 1, {}),
+    "slots in lists": ([1], [[1]], 1, {}),
+    "blocks beyond 64 bits": ([1 << 70], [1], 1, {}),
+    "halves of blocks": ([0.5, 1.5], [1, 2], 2, {}),
+    "half an index": ([1], [1], 1, {"block_indices": [0.5]}),
 }
 
 

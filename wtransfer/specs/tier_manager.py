@@ -1,15 +1,12 @@
 """The scheduler's side of a spec over a tier: an arena's manager and look-ups in the tier.
 
-1.  A block is looked up in the arena, then in the tier, there on a thread of its own: `lookup`
-    answers *ask again* until the tier has answered, and *miss* where it takes longer than
-    `LOOKUP_S`. A hit of the tier needs the part of every rank.
-2.  A load takes what the arena has. Any other block is *promoted*, if the arena has room for all of
-    them: the load gets it from the tier and writes it to the cache, and to a slot. Other requests
-    that want it wait for that.
-3.  A store goes to the arena, and from there to the tier; what the arena has no room for goes to
-    the tier alone.
-4.  A key whose load has failed is a miss until it is stored anew, or for `FAILED_S`.
-5.  Loads that take longer than computing their blocks are skipped (`wtransfer.specs.payoff`).
+The flow of a block is that of `wtransfer.specs.tier_spec`. This module decides when the tier
+counts:
+
+1.  It is asked on a thread of its own: `lookup` answers *ask again* until it has answered, and
+    *miss* where it takes longer than `LOOKUP_S`. A hit of the tier needs the part of every rank.
+2.  A key whose load has failed is a miss until it is stored anew, or for `FAILED_S`.
+3.  Loads that take longer than computing their blocks are skipped (`wtransfer.specs.payoff`).
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from wtransfer.deadline import Deadline
 from wtransfer.errors import BlockNotKeptError, EvictionPolicyError
@@ -44,6 +41,7 @@ if TYPE_CHECKING:
     from wtransfer.specs.tier import TierOptions
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 LOOKUP_S = 1.0
 """Longest wait of a request for an answer of the tier, in seconds."""
@@ -53,6 +51,18 @@ FAILED_S = 30.0
 """Time for which a key whose load has failed is a miss, unless it is stored anew, in seconds."""
 MAX_OFFERED = 1 << 16
 """Most keys whose offers are counted; the oldest are forgotten."""
+
+
+def _of(req_context: ReqContext, cls: type[T]) -> T:
+    """Return the object of this class that a request has, a new one if it has none.
+
+    It is the context's, and not its id's: a request that was aborted may come again under its id
+    while a load of the former one runs.
+    """
+    known = req_context.get_state(cls)
+    if known is None:
+        req_context.set_state(known := cls())
+    return known
 
 
 # -- look-ups in the tier
@@ -101,7 +111,7 @@ class TierLookups:
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return the tier's answer, *RETRY* until then; a late answer is a miss."""
-        answers, now = self._answers_of(req_context), time.monotonic()
+        answers, now = _of(req_context, _Answers), time.monotonic()
         known, busy_since = answers.get(key), self._busy_since
         # A tier that hangs is not asked: the answer would wait behind.
         is_late = busy_since is not None and now - busy_since > LOOKUP_S
@@ -125,7 +135,7 @@ class TierLookups:
 
     def was_found(self, key: OffloadKey, req_context: ReqContext) -> bool:
         """Return whether the tier's last answer to a request was that it has the block."""
-        answer = self._answers_of(req_context).get(key)
+        answer = _of(req_context, _Answers).get(key)
         return answer is not None and bool(answer.hit)
 
     def is_suspect(self, key: OffloadKey) -> bool:
@@ -136,7 +146,7 @@ class TierLookups:
         self, keys: Collection[OffloadKey], req_context: ReqContext, *, success: bool
     ) -> None:
         """Let the tier be asked again about keys whose store has ended."""
-        answers = self._answers_of(req_context)
+        answers = _of(req_context, _Answers)
         for key in keys:
             answers.pop(key, None)
             if success:
@@ -162,13 +172,6 @@ class TierLookups:
             self._thread.stop()
             if self._thread.join(Deadline(SHUTDOWN_S)):
                 close_tier(self._tier)
-
-    @staticmethod
-    def _answers_of(req_context: ReqContext) -> _Answers:
-        answers = req_context.get_state(_Answers)
-        if answers is None:
-            req_context.set_state(answers := _Answers())
-        return answers
 
     def _ask(self, key: OffloadKey, now: float) -> _Answer:
         answer = _Answer(now)
@@ -223,6 +226,10 @@ class _Load:
     """Time at which it was prepared."""
 
 
+class _Loads(dict[tuple["OffloadKey", ...], _Load]):
+    """Loads of one request that are under way, by their keys."""
+
+
 class TierManager(OffloadingManager):
     """Decides which blocks are in the arena, and asks the tier for the others.
 
@@ -248,8 +255,6 @@ class TierManager(OffloadingManager):
         self._has_arena = arena is not None
         self._store_threshold = options.store_threshold
         self._num_offers: dict[OffloadKey, int] = {}
-        # Loads that are under way, by request and keys.
-        self._loads: dict[tuple[str, tuple[OffloadKey, ...]], _Load] = {}
         # Blocks on their way to the tier alone, and blocks on their way from it to the arena.
         self._storing: set[OffloadKey] = set()
         self._promoting: set[OffloadKey] = set()
@@ -298,7 +303,7 @@ class TierManager(OffloadingManager):
         promoted = {} if room is None else _slots_of(room)
         load.promoted = list(promoted)
         self._promoting.update(promoted)
-        self._loads[req_context.req_id, tuple(keys)] = load
+        _of(req_context, _Loads)[tuple(keys)] = load
         return TierLoadStoreSpec(
             list(keys),
             in_arena=_by_place(keys, dict(zip(load.pinned, pinned.slots, strict=True))),
@@ -308,7 +313,7 @@ class TierManager(OffloadingManager):
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Unpin blocks, make promoted blocks hits, and record the duration of the load."""
-        load = self._loads.pop((req_context.req_id, tuple(keys)), None)
+        load = _of(req_context, _Loads).pop(tuple(keys), None)
         if load is None:
             return  # it had ended before, or never begun
         if load.got:
@@ -321,7 +326,7 @@ class TierManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext, suspect: bool
     ) -> bool:
         """Let suspect keys be misses for a while."""
-        if (load := self._loads.get((req_context.req_id, tuple(keys)))) is not None:
+        if (load := _of(req_context, _Loads).get(tuple(keys))) is not None:
             load.success = False
             # Blocks from the arena are whole, as far as is known: a load of those alone would tell.
             keys = load.got or keys

@@ -4,8 +4,9 @@
 blocks are copied between cache and tier. With one:
 
 1. S (`wtransfer.specs.tier_manager`) looks a block up in the arena, then in the tier.
-2. A load takes what the arena has. Any other block is *promoted*: the load gets it from the tier,
-   verifies it and writes it to the cache, and to a slot. Other requests that want it wait for that.
+2. A load takes what the arena has. Any other block is *promoted*, if the arena has room for all of
+   them: the load gets it from the tier, verifies it and writes it to the cache, and to a slot.
+   Other requests that want it wait for that.
 3. A store goes to the arena. From there a block is put into the tier soon afterwards, or with
    ``write_back`` when it is evicted. A tier that is too slow for that misses blocks: those that are
    evicted before they were put, and with ``write_back`` those for which no buffer comes free within

@@ -81,22 +81,27 @@ class Plan:
             num_slots: Slots that there are.
 
         Raises:
-            MalformedJobError: There are no such blocks or slots, or two blocks for one slot.
+            MalformedJobError: There are no such blocks or slots, two blocks for one slot, or a slot
+                that is both read and written.
+            TypeError, AttributeError, ValueError: `kept` is no such side.
         """
         num_keys = len(kept.keys)
         slots = np.zeros(num_keys, np.int64)
         in_arena, promoted = np.zeros((2, num_keys), np.bool_)
         if hasattr(kept, "in_arena"):
             for mask, slot_of in ((in_arena, kept.in_arena), (promoted, kept.promoted)):
-                places = np.fromiter(slot_of, np.int64, len(slot_of))
+                places = _whole(list(slot_of), "places")
                 _check_numbers(places, num_keys, "places of blocks with a slot")
                 mask[places] = True
-                slots[places] = list(slot_of.values())
+                slots[places] = _whole(list(slot_of.values()), "slots")
         else:
-            if len(kept.slots) != num_keys:
-                raise MalformedJobError(f"{num_keys} keys for {len(kept.slots)} slots")
             in_arena[:] = True
-            slots[:] = kept.slots
+            slots = _whole(kept.slots, "slots")
+            if len(slots) != num_keys:
+                raise MalformedJobError(f"{num_keys} keys for {len(slots)} slots")
+        rewritten = frozenset(getattr(kept, "rewritten", ()))
+        if not all(isinstance(key, bytes) for key in rewritten):
+            raise MalformedJobError("keys that are not bytes")
         plan = cls(
             job_id,
             kind,
@@ -105,11 +110,13 @@ class Plan:
             promoted,
             slots,
             frozenset(getattr(kept, "outdated", ())),
-            getattr(kept, "rewritten", ()),
+            rewritten,
         )
         _check_numbers(plan.used_slots, num_slots, "slots")
         if kind == "store" and len(np.unique(plan.used_slots)) != len(plan.used_slots):
             raise MalformedJobError("two blocks for one slot")
+        if promoted.any() and np.isin(slots[promoted], slots[in_arena]).any():
+            raise MalformedJobError("a slot that is both read and written")
         return plan
 
     @functools.cached_property
@@ -140,18 +147,18 @@ def chunks_of(
     Raises:
         MalformedJobError: The sides do not belong together, or there are no such blocks.
     """
-    blocks = np.asarray(cache.block_ids, np.int64)
-    if not len(cache.group_sizes) == len(cache.block_indices) == len(num_blocks):
-        raise MalformedJobError(
-            f"blocks of {len(cache.group_sizes)} groups; the cache has {len(num_blocks)}"
-        )
+    blocks = _whole(cache.block_ids, "blocks")
+    sizes = _whole(cache.group_sizes, "sizes of groups").tolist()
+    indices = _whole(cache.block_indices, "indices of blocks").tolist()
+    if not len(sizes) == len(indices) == len(num_blocks):
+        raise MalformedJobError(f"blocks of {len(sizes)} groups; the cache has {len(num_blocks)}")
     found, block, place = [], 0, 0
-    for group, (size, index) in enumerate(zip(cache.group_sizes, cache.block_indices, strict=True)):
+    for group, (size, index) in enumerate(zip(sizes, indices, strict=True)):
         if not size:
             continue
         own = blocks[block : block + size]
         _check_numbers(own, num_blocks[group], f"blocks of group {group}")
-        grid = _grid(own, int(index), blocks_per_chunk)
+        grid = _grid(own, index, blocks_per_chunk)
         part = slice(place, place + len(grid))
         found.append(Chunks(group, np.arange(part.start, part.stop), keys[part], grid))
         block, place = block + size, part.stop
@@ -169,6 +176,16 @@ def _grid(blocks: Numbers, index: int, blocks_per_chunk: int) -> Numbers:
     grid = np.full(num_chunks * blocks_per_chunk, -1, np.int64)
     grid[skipped : skipped + len(blocks)] = blocks
     return grid.reshape(num_chunks, blocks_per_chunk)
+
+
+def _whole(numbers: Any, what: str) -> Numbers:
+    """Return whole numbers as an array of our own, none of them rounded."""
+    found = np.asarray(numbers)
+    # An empty list is an array of floats; numbers beyond 64 bits are objects.
+    if found.ndim != 1 or (len(found) and found.dtype.kind not in "iu"):
+        raise MalformedJobError(f"{what} that are no list of whole numbers of 64 bits")
+    # Those from 2**63 on are negative then, and no number of anything.
+    return found.astype(np.int64)
 
 
 def _check_numbers(numbers: Numbers, limit: int, what: str) -> None:
