@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -201,6 +201,14 @@ def test_init_only_variable_is_an_option():
     assert decode_options({"seed": 2}, Seeded, ValueError, "options").doubled == 4
     with pytest.raises(ValueError, match="missing required field `seed`; the options are seed"):
         decode_options({}, Seeded, ValueError, "options")
+
+
+def test_type_of_an_init_only_variable_is_checked():
+    cls = make_dataclass("Made", [("seed", InitVar[int])])
+    with pytest.raises(
+        ValueError, match=r"Expected `int`, got `str`.*the options are seed \(int\)"
+    ):
+        decode_options({"seed": "x"}, cls, ValueError, "options")
 
 
 class Neither:
