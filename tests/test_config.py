@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import pytest
 
-from wtransfer.config import decode_options
+from wtransfer.config import convert_options, decode_options, option_values
 from wtransfer.errors import OffloadingOptionError
 
 if TYPE_CHECKING:
@@ -131,8 +131,8 @@ def test_field_that_the_class_sets_itself_is_no_option():
 @EITHER
 def test_texts_of_a_command_line_are_read_as_what_the_fields_are(cls):
     texts = {"path": "5", "number": "5", "share": "0.5", "fast": "true"}
-    made = decode_options(texts, cls, ValueError, "options", strict=False)
-    assert made == cls(path="5", number=5, share=0.5, fast=True)
+    values = option_values(texts, cls, ValueError, "options", strict=False)
+    assert cls(**values) == cls(path="5", number=5, share=0.5, fast=True)
 
 
 @dataclass(kw_only=True)
@@ -148,3 +148,121 @@ def test_values_whose_types_only_the_class_knows_are_left_to_it():
     assert decode_options(given, Unusual, ValueError, "options").sign is sign
     with pytest.raises(ValueError, match="unknown field `plaec`; the options are place"):
         decode_options({"plaec": "/a"}, Unusual, ValueError, "options")
+
+
+@dataclass(kw_only=True)
+class Places:
+    path: Path = Path()
+    perhaps: Path | None = None
+    text: Annotated[str, msgspec.Meta(max_length=4)] = ""
+    maybe: str | None = None
+
+
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [
+        ({"path": "/a"}, {"path": "/a"}),
+        ({"perhaps": "/a"}, {"perhaps": "/a"}),
+        ({"text": Path("/a")}, {"text": "/a"}),
+        ({"maybe": Path("/a")}, {"maybe": "/a"}),
+    ],
+)
+def test_path_fits_a_text_and_a_text_is_left_to_a_class_that_takes_paths(given, made):
+    assert decode_options(given, Places, ValueError, "options") == Places(**made)
+
+
+class UnusualStruct(msgspec.Struct):
+    number: int
+    sign: Mystery = None
+
+
+@pytest.mark.parametrize("cls", [Unusual, UnusualStruct])
+def test_hint_for_type_checkers_leaves_the_other_fields_checked(cls):
+    given = {"place": "/a", "number": "x"} if cls is Unusual else {"number": "x"}
+    with pytest.raises(ValueError, match=r"Expected `int`, got `str` - at `\$.number`; .*sign"):
+        decode_options(given, cls, ValueError, "options")
+
+
+def test_struct_with_a_hint_for_type_checkers_is_made():
+    made = decode_options({"number": 1, "sign": 2}, UnusualStruct, ValueError, "options")
+    assert (made.number, made.sign) == (1, 2)
+
+
+@dataclass
+class Seeded:
+    seed: InitVar[int]
+    doubled: int = field(init=False)
+
+    def __post_init__(self, seed):
+        self.doubled = 2 * seed
+
+
+def test_init_only_variable_is_an_option():
+    assert decode_options({"seed": 2}, Seeded, ValueError, "options").doubled == 4
+    with pytest.raises(ValueError, match="missing required field `seed`; the options are seed"):
+        decode_options({}, Seeded, ValueError, "options")
+
+
+def test_type_of_an_init_only_variable_is_checked():
+    cls = make_dataclass("Made", [("seed", InitVar[int])])
+    with pytest.raises(
+        ValueError, match=r"Expected `int`, got `str`.*the options are seed \(int\)"
+    ):
+        decode_options({"seed": "x"}, cls, ValueError, "options")
+
+
+class Neither:
+    path: str
+
+
+def test_class_of_neither_kind_is_refused_with_what_to_make_of_it():
+    with pytest.raises(OffloadingOptionError, match=r"Neither.* is neither a dataclass nor a msg"):
+        decode_options({}, Neither, OffloadingOptionError, "options")
+
+
+class Renamed(msgspec.Struct, rename="camel"):
+    my_number: int
+
+
+def test_options_of_a_struct_are_named_as_it_encodes_them():
+    assert decode_options({"myNumber": 1}, Renamed, ValueError, "options").my_number == 1
+    with pytest.raises(ValueError, match="unknown field `my_number`; the options are myNumber"):
+        decode_options({"my_number": 1}, Renamed, ValueError, "options")
+
+
+# A nested class reads options itself; in a process of its own, for a lock would be held for ever.
+NESTED = """
+import msgspec
+from wtransfer.config import decode_options
+
+
+class Flat(msgspec.Struct):
+    number: int
+
+
+class Inner(msgspec.Struct):
+    number: int
+
+    def __post_init__(self):
+        decode_options({"number": 1}, Flat, ValueError, "inner")
+
+
+class Outer(msgspec.Struct):
+    inner: Inner
+
+
+print(decode_options({"inner": {"number": 2}}, Outer, ValueError, "outer").inner.number)
+"""
+
+
+def test_nested_class_may_read_options_itself(tmp_path):
+    command = [sys.executable, "-c", NESTED]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=20
+    )
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+
+
+def test_options_that_were_converted_stay_the_object():
+    made = Struct(path="/a")
+    assert convert_options(made, Struct) is made

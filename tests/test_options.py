@@ -107,3 +107,42 @@ def test_backend_that_declares_nothing_gets_the_mapping_and_is_warned_of_once(ma
 def test_options_of_several_classes_come_as_the_mapping(make, caplog):
     assert dict(make(options_cls=(Plain, Struct))({"other": 1})) == {"other": 1}
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("options_cls", [(), Plain])
+def test_deadline_of_the_offloading_connector_is_no_unknown_option_of_a_spec(options_cls):
+    options = make_spec(options_cls=options_cls)({"path": "/a", "deadline_s": 5.0})
+    assert options == (Plain(path="/a") if options_cls else {"path": "/a", "deadline_s": 5.0})
+
+
+@dataclass
+class Timed:
+    deadline_s: int = 10
+
+
+def test_deadline_is_an_option_of_a_spec_that_declares_it():
+    assert make_spec(options_cls=Timed)({"deadline_s": 5}) == Timed(5)
+
+
+OWN = {"options": property(lambda self: "own")}
+
+
+def test_spec_keeps_options_of_its_own():
+    assert make_spec(**OWN)({"path": "/a"}) == "own"
+
+
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_connector_and_its_sides_keep_options_of_their_own(role):
+    sides = {
+        name: type("Own", (side_of(base),), OWN)
+        for name, base in [("scheduler_cls", ConnectorScheduler), ("worker_cls", ConnectorWorker)]
+    }
+    assert make_connector(role, **sides, **OWN)({"path": "/a"}) == "own"
+
+
+def test_tier_without_a_class_of_options_says_which_it_needs():
+    def init(self, options):
+        self.options = options["path"]
+
+    with pytest.raises(OffloadingOptionError, match="Mine needs the option 'path'"):
+        make_tier(__init__=init)({})

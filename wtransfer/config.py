@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import logging
 import os
 import pkgutil
+import sys
 import threading
+import types
 import weakref
 from dataclasses import dataclass, field
 from typing import (
     TYPE_CHECKING,
     Annotated,
     Any,
+    NamedTuple,
     Protocol,
     TypeVar,
+    cast,
     get_args,
     get_origin,
     get_type_hints,
@@ -29,7 +34,7 @@ from typing import (
 from wtransfer.errors import OffloadingOptionError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
 logger = logging.getLogger(__name__)
 
@@ -207,13 +212,14 @@ class OffloadingConfig:
 
 TOptions = TypeVar("TOptions")
 
-_converting = threading.Lock()
+# Reentrant: the constructor of a nested class may read options itself.
+_converting = threading.RLock()
 # Classes of backends that were warned of.
 _undeclared: weakref.WeakSet[type[Any]] = weakref.WeakSet()
 
 
-def convert_options(options: Mapping[str, Any], cls: type[TOptions]) -> TOptions:
-    """Return options as an object of a msgspec struct.
+def convert_options(options: Mapping[str, Any] | TOptions, cls: type[TOptions]) -> TOptions:
+    """Return options as an object of a msgspec struct; such an object as it is.
 
     One thread at a time: msgspec (0.22) reads the fields of a struct at its first use, and threads
     that do so at once, such as two ranks of one process, end the process.
@@ -223,19 +229,24 @@ def convert_options(options: Mapping[str, Any], cls: type[TOptions]) -> TOptions
     """
     import msgspec
 
+    if isinstance(options, cls):
+        return options
     with _converting:
-        return msgspec.convert(dict(options), cls)
+        return msgspec.convert(dict(cast("Mapping[str, Any]", options)), cls)
 
 
-def backend_options(cls: Any, options: Mapping[str, Any], error_cls: type[Exception]) -> Any:
+def backend_options(
+    cls: Any, options: Mapping[str, Any], error_cls: type[Exception], shared: Collection[str] = ()
+) -> Any:
     """Return options as the constructor of a backend gets them.
 
     Args:
         cls: The backend. Its ``options_cls`` is the class of the options, or its path. A tuple of
             them, each of which reads its own part: the backend gets the mapping. Without any it
-            gets the mapping, too, and is warned of, once.
+            gets the mapping, too, and is warned of, once, when options are given.
         options: The user's options.
         error_cls: As for `decode_options`.
+        shared: Names of options that the caller reads as well; a class need not have them.
 
     Raises:
         Exception: As for `decode_options`.
@@ -244,7 +255,9 @@ def backend_options(cls: Any, options: Mapping[str, Any], error_cls: type[Except
     if declared and not isinstance(declared, tuple):
         options_cls = pkgutil.resolve_name(declared) if isinstance(declared, str) else declared
         name = f"kv_connector_extra_config of {cls.__name__}"
-        return decode_options(options, options_cls, error_cls, name)
+        fields = _fields_of(options_cls, error_cls, name)
+        own = {k: v for k, v in options.items() if k in fields or k not in shared}
+        return decode_options(own, options_cls, error_cls, name)
     if options and not declared and cls not in _undeclared:
         _undeclared.add(cls)
         logger.warning(
@@ -258,77 +271,139 @@ def backend_options(cls: Any, options: Mapping[str, Any], error_cls: type[Except
 
 
 def decode_options(
-    options: Mapping[str, Any],
-    cls: type[TOptions],
-    error_cls: type[Exception],
-    name: str,
-    *,
-    strict: bool = True,
+    options: Mapping[str, Any], cls: type[TOptions], error_cls: type[Exception], name: str
 ) -> TOptions:
     """Return options as an object of the class that declares them.
 
     Args:
         options: Values by name.
-        cls: A dataclass, or a `msgspec.Struct`. A value whose field has a type that msgspec does
-            not know is left to the constructor.
+        cls: A dataclass, or a `msgspec.Struct`, whose options are named as it encodes its fields.
+            A value is left to the constructor if its field has a type that msgspec does not know,
+            or one that is imported for type checkers only.
         error_cls: Class of the error.
         name: Name of the options, which begins the error.
-        strict: False: a text is read as the field's type, as those of a command line are.
 
     Raises:
-        Exception: Of `error_cls`; an option is unknown, missing, of another type, or refused by
-            the constructor. The text has the names and types of all options.
+        Exception: Of `error_cls`; the class is of neither kind, or an option is unknown, missing,
+            of another type, or refused by the constructor. The text has the names and types of all
+            options.
     """
-    types, required = _fields_of(cls)
-    unknown = next((each for each in options if each not in types), None)
-    missing = next((each for each in required if each not in options), None)
-    try:
+    values = option_values(options, cls, error_cls, name)
+    fields = _fields_of(cls, error_cls, name)
+    with _refusals(fields, error_cls, name):
+        return cls(**{fields[k].parameter: v for k, v in values.items()})
+
+
+def option_values(
+    options: Mapping[str, Any],
+    cls: type[Any],
+    error_cls: type[Exception],
+    name: str,
+    *,
+    strict: bool = True,
+    without: Collection[str] = (),
+) -> dict[str, Any]:
+    """Return options in the types that a class declares, before its constructor sees them.
+
+    Args:
+        options: As for `decode_options`.
+        cls: Likewise.
+        error_cls: Likewise.
+        name: Likewise.
+        strict: False: a text is read as the field's type, as those of a command line are.
+        without: Names of fields that are no options here.
+
+    Raises:
+        Exception: As for `decode_options`, except for what the constructor refuses.
+    """
+    fields = {k: v for k, v in _fields_of(cls, error_cls, name).items() if k not in without}
+    unknown = next((each for each in options if each not in fields), None)
+    missing = next((k for k, v in fields.items() if v.is_required and k not in options), None)
+    with _refusals(fields, error_cls, name):
         if unknown is not None:
             raise ValueError(f"unknown field `{unknown}`")
         if missing is not None:
             raise ValueError(f"missing required field `{missing}`")
-        return cls(**{k: _converted(k, v, types[k], strict) for k, v in options.items()})
+        return {k: _converted(k, v, fields[k].hint, strict) for k, v in options.items()}
+
+
+class _Field(NamedTuple):
+    parameter: str
+    hint: Any
+    is_required: bool
+
+
+@contextlib.contextmanager
+def _refusals(
+    fields: Mapping[str, _Field], error_cls: type[Exception], name: str
+) -> Iterator[None]:
+    try:
+        yield
     except (TypeError, ValueError) as error:
-        there_are = ", ".join(f"{each} ({_type_name(hint)})" for each, hint in types.items())
+        there_are = ", ".join(f"{k} ({_type_name(v.hint)})" for k, v in fields.items())
         raise error_cls(f"{name}: {error}; the options are {there_are or 'none'}") from error
 
 
-def _fields_of(cls: type[Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the types of the fields that a class is made with, and the names of those required."""
+def _fields_of(cls: type[Any], error_cls: type[Exception], name: str) -> dict[str, _Field]:
+    """Return the fields that a class is made with, by the names of the options."""
     import msgspec
 
-    hints: dict[str, Any] = {}
-    # Some hints exist for type checkers only.
-    with contextlib.suppress(NameError, TypeError):
-        hints = get_type_hints(cls, include_extras=True)
-    fields: Any
-    if dataclasses.is_dataclass(cls):
-        fields = [each for each in dataclasses.fields(cls) if each.init]
+    found: Iterable[tuple[str, str, Any]]
+    if isinstance(cls, type(msgspec.Struct)):
+        # Not by `msgspec.structs.fields`, which fails on a hint for type checkers.
+        defaults = cls.__struct_defaults__
+        names = cls.__struct_fields__
+        first = (msgspec.NODEFAULT,) * (len(names) - len(defaults))
+        found = zip(cls.__struct_encode_fields__, names, (*first, *defaults), strict=True)
+    elif dataclasses.is_dataclass(cls):
+        # By the signature, which has each InitVar.
+        found = [(k, k, v.default) for k, v in inspect.signature(cls).parameters.items()]
     else:
-        with _converting:
-            fields = msgspec.structs.fields(cls)
-    required = [
-        each.name
-        for each in fields
-        if each.default is each.default_factory is dataclasses.MISSING
-        or each.default is each.default_factory is msgspec.NODEFAULT
-    ]
-    return {each.name: hints.get(each.name, Any) for each in fields}, required
+        raise error_cls(
+            f"{name}: {cls!r} is neither a dataclass nor a msgspec.Struct: make it one, with the "
+            "options as its fields"
+        )
+    hints = _hints_of(cls)
+    absent = (msgspec.NODEFAULT, inspect.Parameter.empty)
+    return {
+        option: _Field(parameter, hints.get(parameter, Any), any(default is x for x in absent))
+        for option, parameter, default in found
+    }
+
+
+def _hints_of(cls: type[Any]) -> dict[str, Any]:
+    """Return the hints of a class, each by itself; Any for one that cannot be resolved."""
+    hints: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        names = getattr(sys.modules.get(base.__module__), "__dict__", {})
+        for each, hint in inspect.get_annotations(base).items():
+            hints[each] = Any
+            alone = types.SimpleNamespace(__annotations__={each: hint})
+            # As `get_type_hints` does for a class: names of the module hide those of the class.
+            with contextlib.suppress(Exception):
+                resolved = get_type_hints(alone, dict(vars(base)), names, include_extras=True)[each]
+                is_var = isinstance(resolved, dataclasses.InitVar)
+                hints[each] = resolved.type if is_var else resolved
+    return hints
 
 
 def _converted(name: str, value: Any, hint: Any, strict: bool) -> Any:
     import msgspec
 
-    if hint is str and isinstance(value, os.PathLike):
-        return os.fspath(value)
     try:
         with _converting:
-            return msgspec.convert(value, hint, strict=strict)
+            return msgspec.convert(value, hint, strict=strict, dec_hook=_unknown_type)
     except msgspec.ValidationError as error:
+        if isinstance(value, os.PathLike):
+            return _converted(name, os.fspath(value), hint, strict)
         text, _, within = str(error).partition(" - at `$")
         raise ValueError(f"{text} - at `$.{name}{within or '`'}") from error
-    except TypeError:
+    except (TypeError, NotImplementedError):
         return value
+
+
+def _unknown_type(hint: Any, value: Any) -> Any:
+    raise NotImplementedError
 
 
 def _type_name(hint: Any) -> str:

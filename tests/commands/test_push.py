@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
@@ -22,6 +23,7 @@ from safetensors.torch import save_file
 
 pytest.importorskip("uvicorn")
 
+from wtransfer import TrainerInitInfo
 from wtransfer.cli import main
 from wtransfer.commands.push import Bars, Lines, typed_options
 from wtransfer.testing.contents import contents
@@ -332,13 +334,13 @@ def test_a_rollback_needs_an_engine_that_keeps_versions(workers):
         (["/"], "add --label"),
         (
             ["d", "--engine", "file"],
-            "'file': missing required field `path`; the options are rank (int), path (str)",
+            "'file': missing required field `path`; the options are path (str)",
         ),
         (["--rollback", "x", "--engine", "file"], "engine 'file': missing required field `path`"),
         (["d", "-o", "rank=1"], "-o rank=1: a process that pushes is rank 0"),
         (
             ["d", "-o", "backend=file"],
-            "unknown field `backend`; the options are rank (int), b",
+            "unknown field `backend`; the options are b",
         ),
         (["nowhere"], "'nowhere' does not exist"),
         (["d", "--stay", "--dry-run"], "omit one of them"),
@@ -346,10 +348,10 @@ def test_a_rollback_needs_an_engine_that_keeps_versions(workers):
         (["d", "--to", "gopher:a"], "'gopher:a' is no worker's URL"),
         (["d", "--engine", "pigeon"], "Available engines: ["),
         (["d", "-o", "bucket_nbytes"], "-o bucket_nbytes: expected key=value"),
-        (["d", "-o", "colour=red"], "unknown field `colour`; the options are rank (int), b"),
+        (["d", "-o", "colour=red"], "unknown field `colour`; the options are b"),
         (
             ["d", "-o", "bucket_nbytes=red"],
-            "Expected `int`, got `str` - at `$.bucket_nbytes`; the options are rank (int), b",
+            "Expected `int`, got `str` - at `$.bucket_nbytes`; the options are b",
         ),
         (["d", "-o", "bucket_nbytes=0"], "bucket_nbytes is 0, expected > 0, a whole number"),
         (["d", "--listen", "somewhere"], "'somewhere' is no address"),
@@ -390,6 +392,23 @@ def test_options_are_read_in_every_plain_type():
         "fast": True,
         "share": 0.5,
     }
+
+
+@dataclass
+class Split(TrainerInitInfo):
+    peers: str = ""
+
+    def __post_init__(self):
+        self.peers = tuple(self.peers.split(","))
+
+
+def test_options_are_handed_over_as_they_were_before_the_constructor():
+    assert typed_options("mine", Split, ["peers=a,b"]) == {"peers": "a,b"}
+
+
+def test_options_that_a_push_takes_do_not_include_the_rank():
+    with pytest.raises(click.UsageError, match=r"`x`; the options are peers \(str\)$"):
+        typed_options("mine", Split, ["x=1"])
 
 
 # -- while it is under way

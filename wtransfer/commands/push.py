@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from wtransfer.commands.shared import EndSignal, deadline_option, end_signals, token_file_option
-from wtransfer.config import decode_options
+from wtransfer.config import option_values
 from wtransfer.errors import (
     AddressError,
     AuthenticationError,
@@ -259,7 +259,7 @@ def typed_options(engine: str, info_cls: Any, pairs: Sequence[str]) -> dict[str,
         Option -> value.
 
     Raises:
-        click.UsageError: Not a pair, or as `decode_options`.
+        click.UsageError: Not a pair, or as `option_values`.
     """
     texts: dict[str, str] = {}
     for pair in pairs:
@@ -270,8 +270,7 @@ def typed_options(engine: str, info_cls: Any, pairs: Sequence[str]) -> dict[str,
             raise click.UsageError(f"-o {pair}: {problem}")
         texts[name] = text
     where = f"options (-o) of engine {engine!r}"
-    info = decode_options(texts, info_cls, click.UsageError, where, strict=False)
-    return {name: getattr(info, name) for name in texts}
+    return option_values(texts, info_cls, click.UsageError, where, strict=False, without=("rank",))
 
 
 # -- while it is under way

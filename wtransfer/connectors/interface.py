@@ -417,7 +417,8 @@ class KVConnectorBase_V1(ConnectorScheduler, ConnectorWorker, Connector):  # noq
     typed fields, which ``wtransfer plugins show`` prints with types, defaults and docstrings. An
     option that is unknown, missing or of another type is refused by name. With a tuple of classes,
     each of which reads its own options, and without any, `options` is the mapping; the latter is
-    warned of."""
+    warned of when options are given. A class, also of a side, with an attribute or property
+    `options` of its own keeps it."""
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:  # noqa: ARG003
@@ -474,14 +475,17 @@ class KVConnectorBase_V1(ConnectorScheduler, ConnectorWorker, Connector):  # noq
         self._kv_cache_config = kv_cache_config
         named = self.scheduler_cls if role is KVConnectorRole.SCHEDULER else self.worker_cls
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
-        self.options = backend_options(type(self), extra, ConnectorOptionError)
+        options = backend_options(type(self), extra, ConnectorOptionError)
+        if not hasattr(type(self), "options"):
+            self.options = options
         self.side: Any = None
         """The object of this role; None where the connector has the methods itself."""
         if named is not None:
             side_cls = _load(named)
             # Set before the constructor, which uses them; its arguments are those of vLLM.
             self.side = side_cls.__new__(side_cls, vllm_config, kv_cache_config)
-            self.side.options = self.options
+            if not hasattr(side_cls, "options"):
+                self.side.options = options
             self.side.__init__(vllm_config, kv_cache_config)
 
     @property

@@ -575,7 +575,8 @@ class OffloadingSpec(ABC):
     typed fields, which ``wtransfer plugins show`` prints with types, defaults and docstrings. An
     option that is unknown, missing or of another type is refused by name. With a tuple of classes,
     each of which reads its own options, and without any, `options` is the mapping; the latter is
-    warned of."""
+    warned of when options are given. A class with an attribute or property `options` of its own
+    keeps it."""
 
     def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
         self.config = config
@@ -599,10 +600,14 @@ class OffloadingSpec(ABC):
                 self.extra_config.get("block_size", self.gpu_block_size)
             )
             """Tokens per block that is kept."""
-        # An adapter has those of the spec that it adapts.
-        if "options" not in vars(self):
-            own = options_of_spec(self.extra_config)
-            self.options = backend_options(type(self), own, OffloadingOptionError)
+        # An adapter has those of the spec that it adapts, and a class may have a property.
+        if "options" not in vars(self) and not hasattr(type(self), "options"):
+            self.options = backend_options(
+                type(self),
+                options_of_spec(self.extra_config),
+                OffloadingOptionError,
+                shared=("deadline_s",),  # OffloadingConnector's, too
+            )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Accept ``get_handlers`` in the place of `get_worker`."""

@@ -114,10 +114,16 @@ def open_tier(tier_cls: type[Tier], options: Mapping[str, Any]) -> Tier:
     """Make an object of a tier.
 
     Raises:
-        OffloadingOptionError: An option is unknown, missing, of another type, or was refused by the
-            constructor.
+        OffloadingOptionError: An option is unknown, missing, or of another type. Without
+            `Tier.options_cls`: the constructor did not find one in the mapping.
     """
-    return tier_cls(backend_options(tier_cls, options, OffloadingOptionError))
+    given = backend_options(tier_cls, options, OffloadingOptionError)
+    try:
+        return tier_cls(given)
+    except KeyError as error:
+        if given is not options:
+            raise
+        raise OffloadingOptionError(f"{tier_cls.__name__} needs the option {error}") from error
 
 
 def close_tier(tier: Tier) -> None:
