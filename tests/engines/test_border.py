@@ -11,7 +11,7 @@ import pytest
 from wtransfer.calls import Call
 from wtransfer.engines import border
 from wtransfer.engines.border import EngineThread
-from wtransfer.errors import RoundAbortedError
+from wtransfer.errors import ClosedError, RoundAbortedError
 
 PATIENCE_S = 10.0
 LOG = logging.getLogger(__name__)
@@ -198,6 +198,50 @@ def test_an_engine_that_is_made_too_late_is_shut_down_and_takes_no_place(end):
     assert thread.engine is None
     assert noted == []
     thread.shutdown()
+
+
+def test_an_engine_that_cannot_be_noted_is_shut_down_and_takes_no_place():
+    thread, engine = EngineThread(LOG), Engine()
+
+    def note():
+        raise ValueError("not noted")
+
+    making = submit(thread, lambda: thread.seat(engine, "tests", note))
+    assert making.done.wait(PATIENCE_S)
+    with pytest.raises(ValueError, match="not noted"):
+        raise making.error
+    assert engine.done == ["shutdown on wtransfer-engine"]
+    assert thread.engine is None
+    thread.shutdown()
+
+
+@pytest.mark.parametrize("is_started", [True, False])
+def test_a_call_after_the_shutdown_ends_without_a_thread(caplog, is_started):
+    thread, ran, others = EngineThread(LOG), [], set(threading.enumerate())
+    if is_started:
+        assert submit(thread, lambda: None).done.wait(PATIENCE_S)
+    thread.shutdown()
+    call = submit(thread, lambda: ran.append(1))
+    assert call.done.wait(PATIENCE_S)
+    assert isinstance(call.error, ClosedError)
+    assert ran == []
+    for each in set(threading.enumerate()) - others:
+        each.join(PATIENCE_S)
+        assert not each.is_alive()
+    thread.leave(call.done, "tests", "the end of a round")
+    assert not thread.has_left
+    assert caplog.messages == []
+
+
+@pytest.mark.usefixtures("hasty")
+def test_an_engine_that_hangs_after_its_shutdown_is_not_said_to_be_rebuilt(caplog):
+    thread, gate = EngineThread(LOG), threading.Event()
+    hanging = submit(thread, lambda: gate.wait(PATIENCE_S))
+    thread.shutdown()
+    thread.leave(hanging.done, "tests", "an abort")
+    said = "engine tests does not return after an abort; it is left behind"
+    assert caplog.messages == [said]
+    gate.set()
 
 
 def test_a_thread_that_made_no_call_is_shut_down_without_one(monkeypatch):

@@ -369,6 +369,15 @@ def test_refused_update_is_logged_and_kept_until_one_is_applied(fleet, weights, 
     assert member.session.status().last_error is None
 
 
+def test_a_closed_session_has_no_publisher(fleet, weights):
+    made = fleet(weights)
+    session = made.join().session
+    assert session.status().publisher == made.publisher.address
+    session.close()
+    assert session.status().publisher is None
+    assert not session.status().connected
+
+
 def test_wait_for_applies_what_comes_until_the_version_is_there(fleet, weights):
     made = fleet(weights)
     member = made.join()

@@ -13,7 +13,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from wtransfer.calls import Call, Flag, SerialThread, start_call
-from wtransfer.errors import EngineError, RoundAbortedError, WTransferError
+from wtransfer.errors import ClosedError, EngineError, RoundAbortedError, WTransferError
 from wtransfer.transport.memory import is_out_of_memory, out_of_memory
 
 if TYPE_CHECKING:
@@ -102,9 +102,18 @@ class EngineThread:
         return self._engine
 
     def submit(self, call: Call) -> Call:
-        """Make a call on the engine's thread, after those submitted before."""
+        """Make a call on the engine's thread, after those submitted before.
+
+        After `shutdown` the call is not made, and ends at once with a `ClosedError`.
+        """
         with self._lock:
-            return self._calls.resubmit(call)
+            if not self._closed:
+                return self._calls.resubmit(call)
+        # No thread is left to make it, and the engine may still hang on the one that was stopped.
+        if call.call_off():
+            call.fail(ClosedError("the engine was shut down"))
+            call.done.set()
+        return call
 
     def abort(self, running: Flag, name: str | None, after: str) -> None:
         """Ask the engine to return from a call; `leave` it if it does not.
@@ -137,7 +146,8 @@ class EngineThread:
             # A second abort of the same call must not take the thread that came after it.
             if running.is_set() or running in self._given_up:
                 return
-            self._log.warning("engine %s does not return after %s; rebuilding it", name, after)
+            then = "it is left behind" if self._closed else "rebuilding it"
+            self._log.warning("engine %s does not return after %s; %s", name, after, then)
             # Calls queued behind the hanging one belong to later rounds: move them along.
             waiting = self._calls.abandon()
             if all(call.done is not running for call in waiting):
@@ -182,25 +192,27 @@ class EngineThread:
             return self._engine
 
     def seat(self, engine: Any, name: str, note: Callable[[], None]) -> None:
-        """Take over the engine that was made here; one that was made too late is shut down.
+        """Take over the engine that was made here; one that takes no place is shut down.
 
         Args:
             engine: The engine.
             name: Its name, for the error.
-            note: Called in the same step, under a lock.
+            note: Called in the same step, under a lock; if it raises, the engine takes no place.
 
         Raises:
             RoundAbortedError: This thread was left behind while it made the engine, or closed.
         """
-        with self._lock:
-            # A thread that was left behind meanwhile must not replace a later engine.
-            current = self._calls.runs_here() and not self._closed
-            if current:
+        try:
+            with self._lock:
+                # A thread that was left behind meanwhile must not replace a later engine.
+                if self._closed or not self._calls.runs_here():
+                    raise RoundAbortedError(f"engine {name!r} took too long to be made")
                 note()
                 self._engine = engine
-        if not current:
+        except BaseException:
+            # Without the lock: an engine may take its time to shut down.
             guarded("shutdown", getattr(engine, "shutdown", None))
-            raise RoundAbortedError(f"engine {name!r} took too long to be made")
+            raise
 
     def drop(self) -> None:
         """Shut the engine down, if this thread still owns one."""

@@ -179,6 +179,124 @@ def test_ranks_are_told_of_a_first_round_that_failed_before_its_plan(fleet, spre
     assert told.value.message == failed.value.message
 
 
+class Gated:
+    """A source whose metadata can be held up; notes the threads that ask for it."""
+
+    def __init__(self, source):
+        self.source = source
+        self.gate = threading.Event()
+        self.gate.set()
+        self.asking = []
+
+    @property
+    def metadata(self):
+        self.asking.append(threading.current_thread().name)
+        self.gate.wait(DEADLINE_S)
+        return self.source.metadata
+
+    def iter_local(self):
+        return self.source.iter_local()
+
+    def iter_full(self):
+        return self.source.iter_full()
+
+
+@pytest.fixture
+def gated(mesh, spread):
+    """Maker of a source, of spread tensors or whole ones, that hangs until the test ends."""
+    made = []
+
+    def make(*, is_spread=True):
+        made.append(Gated(spread if is_spread else StateDictSource({"w": torch.ones(2)})))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.gate.set()
+
+
+@pytest.mark.parametrize(
+    ("made_by", "is_first"),
+    [("publisher", True), ("publisher", False), ("user", True), ("user", False), ("none", False)],
+)
+def test_a_round_whose_metadata_hangs_ends_and_is_told_where_ranks_are_known(
+    fleet, gated, judged, made_by, is_first
+):
+    source = gated(is_spread=made_by != "none")
+    made = fleet(ShardedSource(source) if made_by == "user" else source)
+    if not is_first:
+        # Fails before any worker: the ranks are known from here on.
+        with pytest.raises(NoWorkersError):
+            made.publisher.publish("v0")
+    made.join({"w": torch.zeros(2)})
+    asked = len(source.asking)
+    source.gate.clear()
+    with judged(made.publisher, QUIET_S), pytest.raises(StallError) as failed:
+        made.publisher.publish("v1", wait=False).result(DEADLINE_S / 2)
+    assert "no progress on the source's metadata" in failed.value.message
+    assert source.asking[asked:] == ["wtransfer-engine", *["wtransfer-metadata"][: int(is_first)]]
+    source.gate.set()
+    if not is_first and made_by != "none":
+        with TrainerRank({}, deadline_s=DEADLINE_S) as rank, pytest.raises(StallError) as told:
+            rank.publish("v1")
+        assert told.value.message == failed.value.message
+
+
+def test_source_that_hangs_delays_no_other_error_beyond_a_bound_and_is_asked_once(fleet, gated):
+    source = gated()
+    made = fleet(source)
+    source.gate.clear()
+    for version in ("v1", "v2"):
+        since = time.monotonic()
+        with pytest.raises(NoWorkersError):
+            made.publisher.publish(version)
+        assert time.monotonic() - since < DEADLINE_S / 2
+    assert source.asking == ["wtransfer-metadata"]
+
+
+@pytest.mark.parametrize("is_spread", [True, False])
+def test_a_source_that_was_read_is_not_asked_again_to_refuse_a_round(fleet, gated, is_spread):
+    source = gated(is_spread=is_spread)
+    made = fleet(source)
+    for version in ("v1", "v2"):
+        with pytest.raises(NoWorkersError):
+            made.publisher.publish(version)
+    assert source.asking == ["wtransfer-metadata"]
+
+
+def test_a_source_that_a_round_reads_is_not_asked_beside_it(fleet, gated, until):
+    source = gated(is_spread=False)
+    made = fleet(source)
+    made.join({"w": torch.zeros(2)})
+    source.gate.clear()
+    round_ = made.publisher.publish("v1", wait=False)
+    until(lambda: source.asking)
+    with pytest.raises(RoundBusyError):
+        made.publisher.publish("v2")
+    assert source.asking == ["wtransfer-engine"]
+    source.gate.set()
+    assert made.finish(round_).ok
+
+
+def test_no_source_that_gathers_is_made_after_the_close(
+    fleet, gated, background, until, monkeypatch
+):
+    born = []
+    monkeypatch.setattr(
+        "wtransfer.weight_sync.trainer.publisher.ShardedSource",
+        type("Born", (ShardedSource,), {"__init__": lambda *_args, **_options: born.append(1)}),
+    )
+    source = gated()
+    made = fleet(source)
+    source.gate.clear()
+    coming = background(made.publisher.publish, "v1")
+    until(lambda: source.asking)
+    made.publisher.close()
+    source.gate.set()
+    assert isinstance(raised(coming), NoWorkersError)
+    assert born == []
+
+
 def test_metadata_names_mesh_and_placements_of_a_sharded_tensor(sharded, mesh):
     rows, plain, _ = StateDictSource(sharded).metadata
     assert rows == ParamMeta("rows", torch.float32, (3, 2), (0,), mesh, (Shard(0),))
@@ -315,7 +433,8 @@ def publishing(store, spread):
 
     def make():
         made.append(ShardedSource(spread, store=store, deadline_s=DEADLINE_S))
-        # It meets the other ranks.
+        # It meets the other ranks, which its metadata names.
+        assert made[-1].metadata
         made[-1].refuse("of before", BROKEN)
         return made[-1]
 

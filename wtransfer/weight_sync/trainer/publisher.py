@@ -18,6 +18,7 @@ from wtransfer.calls import (
     check_process,
     close_at_exit,
     on_callers_stream,
+    start_call,
 )
 from wtransfer.deadline import Deadline, checked_timeout
 from wtransfer.errors import (
@@ -44,7 +45,7 @@ from wtransfer.weight_sync.trainer.endpoints import Endpoints, Incomplete
 from wtransfer.weight_sync.trainer.engine_runner import EngineRunner, Origin
 from wtransfer.weight_sync.trainer.membership import Membership
 from wtransfer.weight_sync.trainer.round_handle import Round
-from wtransfer.weight_sync.trainer.sharded import ShardedSource
+from wtransfer.weight_sync.trainer.sharded import FLUSH_S, ShardedSource
 from wtransfer.weight_sync.trainer.source import as_source
 
 if TYPE_CHECKING:
@@ -183,6 +184,11 @@ class Publisher:
         if isinstance(model_or_source, ShardedSource):
             self._sharded = model_or_source
             self._sharded.take_deadline(deadline_s)
+        self._may_gather = True
+        """False once `close` has closed the gathering source: no other is made."""
+        self._knows_ranks = False
+        """True once metadata of the source was read, which names the ranks that gather."""
+        self._first_look: Call | None = None
         screen = nonfinite != "allow"
         self._runner_args = (engine, trainer, dict(options or {}), self._source, screen)
         self._runner = EngineRunner(*self._runner_args)
@@ -426,8 +432,10 @@ class Publisher:
                     Round(active).result(CLOSE_GRACE_S)
                 except WTransferError as error:
                     logger.info("round %s ended with its publisher: %s", active.round_id, error)
-            if self._sharded is not None:
-                self._sharded.close()
+            with self._lock:
+                self._may_gather, sharded = False, self._sharded
+            if sharded is not None:
+                sharded.close()
             self._runner.shutdown()
             self._is_shut = True
 
@@ -498,6 +506,9 @@ class Publisher:
                 return attempt.begun(self._begin(attempt, version, source, dry_run=dry_run))
             except BaseException as error:
                 if attempt.method != "rollback":
+                    # A round that is under way reads the source itself.
+                    if (active := self._active) is None or not active.is_own:
+                        self._learn_ranks()
                     self._refuse(version, error)
                 raise
 
@@ -646,9 +657,12 @@ class Publisher:
     def _on_done(self, round_: Coordinator) -> None:
         # Before another round can begin.
         try:
-            if self._sharded is not None and round_.is_own:
+            sharded = self._sharded
+            if round_.is_own and round_.failure is not None:
+                self._learn_ranks()
+            if sharded is not None and round_.is_own:
                 proven = round_.proven
-                self._sharded.end(round_.failure, proven.fingerprint if proven else "")
+                sharded.end(round_.failure, proven.fingerprint if proven else "")
             elif round_.failure is not None and round_.is_own:
                 self._refuse(round_.version, round_.failure)
             if self._origin.needs_generation and not round_.went_through:
@@ -676,8 +690,11 @@ class Publisher:
     def _sharded_if(self, metadata: Sequence[ParamMeta]) -> ShardedSource | None:
         """Return the source that gathers; None while no tensor was ever spread over ranks."""
         with self._lock:
-            if self._sharded is None and any(meta.owners or meta.placements for meta in metadata):
+            self._knows_ranks = True
+            is_spread = any(meta.owners or meta.placements for meta in metadata)
+            if self._sharded is None and is_spread and self._may_gather:
                 self._sharded = ShardedSource(self._source, deadline_s=self._rules.deadline_s)
+                self._sharded.known = metadata
             return self._sharded
 
     def _on_planned(self, round_: Coordinator) -> None:
@@ -697,10 +714,31 @@ class Publisher:
 
     def _refuse(self, version: str, error: BaseException) -> None:
         """Tell the other ranks, which may be waiting, of a round that did not come to its plan."""
+        # Ranks that cannot be told wait until their deadline; the round has an error of its own.
+        with contextlib.suppress(Exception):
+            if (sharded := self._sharded) is not None:
+                sharded.refuse(version, error)
+
+    def _learn_ranks(self) -> None:
+        """Read which ranks must be told of a failure, where no round has come to read it.
+
+        Within a bound, on a thread apart: the failure may be that this read hangs. Such a read is
+        waited for again by the next failure, and not begun a second time.
+        """
         # A source that cannot be read tells of no ranks; the round has an error of its own.
         with contextlib.suppress(Exception):
-            if (sharded := self._sharded_if(self._source.metadata)) is not None:
-                sharded.refuse(version, error)
+            with self._lock:
+                if self._knows_ranks:
+                    return
+                if (look := self._first_look) is None:
+                    read = on_callers_stream(lambda: self._source.metadata)
+                    look = self._first_look = start_call(read, "wtransfer-metadata")
+            if look.done.wait(FLUSH_S):
+                with self._lock:
+                    # Its outcome is for one of those that wait; an error is not kept.
+                    if self._first_look is look:
+                        self._first_look = None
+                        self._sharded_if(look.outcome())
 
     # -- on the channel's thread
 

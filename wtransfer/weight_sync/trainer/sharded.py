@@ -129,6 +129,8 @@ class ShardedSource:
         self._lead = GatherLeader(secrets.token_hex(8), self._group, self._thread.check_in_step)
         self._layout = ""
         self._metadata: Sequence[ParamMeta] | None = None
+        self.known: Sequence[ParamMeta] = ()
+        """The metadata as last read: names the ranks to tell of a round that met none."""
 
     def take_deadline(self, deadline_s: float) -> None:
         """Take the publisher's deadline, in seconds, unless this source has one of its own."""
@@ -140,7 +142,7 @@ class ShardedSource:
     def metadata(self) -> Sequence[ParamMeta]:
         """Metadata of the source; moves no data and asks no other rank."""
         # Kept for the pass that follows: reading it costs something per tensor.
-        self._metadata = self._source.metadata
+        self._metadata = self.known = self._source.metadata
         return self._metadata
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -255,8 +257,9 @@ class ShardedSource:
         """Ask the store for nothing more until the next round, once it has the end of this one."""
         try:
             if error is not None:
-                # The round may have failed before it met any other rank.
-                self._meet(self._lead.others or self._others(self._source.metadata))
+                # The round may have failed before it met any other rank. The source is not asked:
+                # it may be the one that hangs.
+                self._meet(self._lead.others or self._others(self.known))
         except Exception as unmet:
             # Logged only: the round has an error of its own.
             logger.info("the other ranks cannot be told: %s", unmet)

@@ -121,8 +121,9 @@ class JoinedPublisher:
 
     def close(self) -> None:
         """Leave the publisher, if there is one."""
-        if self.current is not None:
-            self.current.close()
+        current, self.current = self.current, None
+        if current is not None:
+            current.close()
 
 
 def _place(address: str) -> Address | Path:
