@@ -264,6 +264,7 @@ class Rank:
     def __init__(self, source):
         self.store = dist.HashStore()
         self.source = ShardedSource(source, store=self.store, deadline_s=PATIENCE_S)
+        _ = self.source.metadata  # names the ranks that are told
         self.source.refuse("of before", RoundAbortedError("there was none"))
         self.rank = TrainerRank({}, store=self.store, deadline_s=PATIENCE_S)
 
