@@ -72,6 +72,18 @@ def test_form_is_asked_again_only_when_the_tensors_are_others():
     assert len(calls) == 2
 
 
+def test_parts_of_one_buffer_are_found_where_they_lie_now():
+    flat = torch.arange(8.0)
+    tensors = {"a": flat[:4], "b": flat[4:]}
+    source = as_source(tensors, lambda t: {"a": t["a"], "b.0": t["b"][:2], "b.1": t["b"][2:]})
+    assert whole(source)["b.1"].tolist() == [6.0, 7.0]
+    tensors |= {"a": flat[2:6], "b": torch.arange(10.0, 14.0)}
+    assert whole(source)["b.1"].tolist() == [12.0, 13.0]
+    flat = torch.arange(20.0, 32.0)
+    tensors |= {"a": flat[:4], "b": flat[8:]}
+    assert whole(source)["b.1"].tolist() == [30.0, 31.0]
+
+
 def test_form_that_copies_is_told_once_and_sends_present_values(caplog):
     tensors = fused()
     source = as_source(tensors, lambda each: {**split(each), "q": each["qk"][:4] * 1.0})

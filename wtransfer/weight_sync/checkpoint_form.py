@@ -184,14 +184,16 @@ def in_form(tensors: Mapping[str, torch.Tensor], form: Form) -> Formed:
 
 
 def _layout_of(tensors: Mapping[str, torch.Tensor]) -> object:
-    first: dict[object, int] = {}
-    return [
-        (
-            *(name, each.dtype, each.shape, first.setdefault(memory_of(each), number)),
-            each.stride() if each.layout is torch.strided and not each.is_nested else None,
-        )
-        for number, (name, each) in enumerate(tensors.items())
-    ]
+    """Return all that parts depend on: equal layouts, and equal parts wherever the memory lies."""
+    first: dict[object, tuple[int, int]] = {}
+    rows: list[object] = []
+    for number, (name, each) in enumerate(tensors.items()):
+        strided = each.layout is torch.strided and not each.is_nested
+        offset = int(each.storage_offset()) if strided else 0
+        beside, begin = first.setdefault(memory_of(each), (number, offset))
+        strides = each.stride() if strided else None
+        rows.append((name, each.dtype, each.shape, strides, beside, offset - begin))
+    return rows
 
 
 def _parts_of(tensors: Mapping[str, torch.Tensor], formed: Formed) -> dict[str, Part] | None:
