@@ -21,7 +21,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "wtransfer"
 FLOORS = [
-    {"errors", "deadline", "calls", "config", "manifest", "weights"},
+    {"errors", "deadline", "calls", "config", "dtypes", "manifest", "weights"},
     {"registry"},
     {"transport"},
     {"checkpoint"},

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         KVConnectorBase_V1,
         KVConnectorRole,
     )
+    from wtransfer.dtypes import DTYPES
     from wtransfer.engines.factory import (
         WeightTransferEngineFactory,
         WeightTransferTrainerFactory,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
         WeightTransferUpdateRequest,
     )
     from wtransfer.errors import WTransferError
-    from wtransfer.manifest import DTYPES
     from wtransfer.registry import hooks
     from wtransfer.registry.hooks import hookimpl
     from wtransfer.specs.factory import OffloadingSpecFactory
@@ -155,7 +155,7 @@ _MEMBERS = {
     "wtransfer.weight_sync.http.server": ("WorkerServer",),
     "wtransfer.errors": ("WTransferError",),
     "wtransfer.registry.hooks": ("hookimpl",),
-    "wtransfer.manifest": ("DTYPES",),
+    "wtransfer.dtypes": ("DTYPES",),
     "wtransfer.weight_version": ("process_weights",),
     "wtransfer.weights": (
         "LoadWeights",

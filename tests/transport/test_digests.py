@@ -5,8 +5,9 @@ import pytest
 import torch
 import xxhash
 
+from wtransfer.dtypes import DTYPES
 from wtransfer.errors import ManifestError
-from wtransfer.manifest import DIGEST_LENGTH, DTYPES
+from wtransfer.manifest import DIGEST_LENGTH
 from wtransfer.transport.digests import PIECE_NBYTES, Digested, copy_digest, digest
 from wtransfer.transport.wsum64 import wsum64
 

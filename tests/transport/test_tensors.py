@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
+from wtransfer.dtypes import DTYPES
 from wtransfer.errors import ManifestError, SourceError
-from wtransfer.manifest import DTYPES
 from wtransfer.transport.tensors import (
     byte_view,
     dtype_name,

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import torch
 
+from wtransfer.dtypes import DTYPES, WIRE_DTYPES
 from wtransfer.errors import ManifestError, SourceError, TruncatedError
-from wtransfer.manifest import DTYPES, MAX_NBYTES, MAX_RANK, WIRE_DTYPES, Piece
+from wtransfer.manifest import MAX_NBYTES, MAX_RANK, Piece
 from wtransfer.transport.files import read_at, storage_errors, write_at
 from wtransfer.transport.tensors import byte_view, torch_dtype
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from wtransfer.manifest import DTYPES
+from wtransfer.dtypes import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from wtransfer.manifest import WIRE_DTYPES
+from wtransfer.dtypes import WIRE_DTYPES
 from wtransfer.transport.tensors import byte_view, plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from wtransfer.manifest import WireDtype
+    from wtransfer.dtypes import WireDtype
     from wtransfer.transport.tensors import ByteArray
 
 _PART_NBYTES = 256 * 1024

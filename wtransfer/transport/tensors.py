@@ -1,7 +1,7 @@
 """Tensors as bytes and bytes as tensors, without copying either way.
 
 The wire knows dtypes by name. Names are looked up in a table that is built here, once, from
-`wtransfer.manifest.DTYPES`; a peer's word never reaches ``getattr``.
+`wtransfer.dtypes.DTYPES`; a peer's word never reaches ``getattr``.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from wtransfer.dtypes import DTYPES
 from wtransfer.errors import ManifestError, SourceError
-from wtransfer.manifest import DTYPES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,7 +44,7 @@ def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of a wire name.
 
     Args:
-        name: Key of `wtransfer.manifest.DTYPES`.
+        name: Key of `wtransfer.dtypes.DTYPES`.
 
     Raises:
         ManifestError: The name is not in the table, or this torch lacks the dtype.
