@@ -88,7 +88,7 @@ def test_vllm_computes_with_what_transformers_has_trained(model_type, num_ranks,
 
     base = make_twin(tmp_path / "base", CONFIGS[model_type], 1)
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
-    engine = Engine(tmp_path, model=str(base), weight_transfer_config={"backend": "shm"}, **OPTIONS)
+    engine = start(tmp_path, base, num_ranks, weight_transfer_config={"backend": "shm"})
     served = []
     with closing(engine), wtransfer.Publisher(model, deadline_s=60) as publisher:
         engine.invite(publisher)
