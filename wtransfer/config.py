@@ -257,7 +257,7 @@ def backend_options(
         name = f"kv_connector_extra_config of {cls.__name__}"
         fields = _fields_of(options_cls, error_cls, name)
         own = {k: v for k, v in options.items() if k in fields or k not in shared}
-        return decode_options(own, options_cls, error_cls, name)
+        return _decoded(own, options_cls, fields, error_cls, name)
     if options and not declared and cls not in _undeclared:
         _undeclared.add(cls)
         logger.warning(
@@ -288,10 +288,7 @@ def decode_options(
             of another type, or refused by the constructor. The text has the names and types of all
             options.
     """
-    values = option_values(options, cls, error_cls, name)
-    fields = _fields_of(cls, error_cls, name)
-    with _refusals(fields, error_cls, name):
-        return cls(**{fields[k].parameter: v for k, v in values.items()})
+    return _decoded(options, cls, _fields_of(cls, error_cls, name), error_cls, name)
 
 
 def option_values(
@@ -317,14 +314,32 @@ def option_values(
         Exception: As for `decode_options`, except for what the constructor refuses.
     """
     fields = {k: v for k, v in _fields_of(cls, error_cls, name).items() if k not in without}
+    with _refusals(fields, error_cls, name):
+        return _values(options, fields, strict=strict)
+
+
+def _decoded(
+    options: Mapping[str, Any],
+    cls: type[TOptions],
+    fields: Mapping[str, _Field],
+    error_cls: type[Exception],
+    name: str,
+) -> TOptions:
+    with _refusals(fields, error_cls, name):
+        values = _values(options, fields, strict=True)
+        return cls(**{fields[k].parameter: v for k, v in values.items()})
+
+
+def _values(
+    options: Mapping[str, Any], fields: Mapping[str, _Field], *, strict: bool
+) -> dict[str, Any]:
     unknown = next((each for each in options if each not in fields), None)
     missing = next((k for k, v in fields.items() if v.is_required and k not in options), None)
-    with _refusals(fields, error_cls, name):
-        if unknown is not None:
-            raise ValueError(f"unknown field `{unknown}`")
-        if missing is not None:
-            raise ValueError(f"missing required field `{missing}`")
-        return {k: _converted(k, v, fields[k].hint, strict) for k, v in options.items()}
+    if unknown is not None:
+        raise ValueError(f"unknown field `{unknown}`")
+    if missing is not None:
+        raise ValueError(f"missing required field `{missing}`")
+    return {k: _converted(k, v, fields[k].hint, strict) for k, v in options.items()}
 
 
 class _Field(NamedTuple):

@@ -145,13 +145,8 @@ def test_catch_up_that_gets_no_thread_is_tried_again(fleet, weights, no_thread):
     assert made.publish("v2").ok
 
 
-@pytest.mark.parametrize("method", ["post", "pause", "wake", "start", "flush"])
-def test_publisher_without_other_ranks_enters_no_lock_of_their_group(
-    fleet, gated, monkeypatch, method
-):
-    """Those locks are Python code: a signal handler that raises there would leave them taken."""
-    entered = []
-    monkeypatch.setattr(GatherGroup, method, lambda *_: entered.append(method))
+def end_rounds_in_every_way(fleet, gated):
+    """Run a round that does not begin, one that commits, one that is called off."""
     made = fleet(gated)
     with pytest.raises(NoWorkersError):
         made.publisher.publish("v0")
@@ -164,24 +159,24 @@ def test_publisher_without_other_ranks_enters_no_lock_of_their_group(
     gated.gate.set()
     with pytest.raises(RoundAbortedError):
         round_.result()
+    return made
+
+
+@pytest.mark.parametrize("method", ["post", "pause", "wake", "start", "flush"])
+def test_publisher_without_other_ranks_enters_no_lock_of_their_group(
+    fleet, gated, monkeypatch, method
+):
+    """Those locks are Python code: a signal handler that raises there would leave them taken."""
+    entered = []
+    monkeypatch.setattr(GatherGroup, method, lambda *_: entered.append(method))
+    end_rounds_in_every_way(fleet, gated)
     assert entered == []
 
 
 def test_publisher_of_plain_weights_makes_no_group_of_ranks(fleet, gated, monkeypatch):
     for cls in (ShardedSource, GatherGroup):
         monkeypatch.setattr(cls, "__init__", lambda *_, **__: pytest.fail("there are no ranks"))
-    made = fleet(gated)
-    with pytest.raises(NoWorkersError):
-        made.publisher.publish("v0")
-    made.join({name: torch.zeros_like(each) for name, each in gated.tensors.items()})
-    assert made.publish("v1").ok
-    gated.gate.clear()
-    round_ = made.publisher.publish("v2", wait=False)
-    round_.abort("called off")
-    gated.gate.set()
-    with pytest.raises(RoundAbortedError):
-        round_.result()
-    assert made.publish("v3").ok
+    assert end_rounds_in_every_way(fleet, gated).publish("v3").ok
 
 
 # -- what engines and people are told
