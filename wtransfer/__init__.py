@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from wtransfer.weight_sync.http.server import WorkerServer
     from wtransfer.weight_sync.trainer.publisher import Publisher
     from wtransfer.weight_sync.trainer.sharded import ShardedSource, TrainerRank
+    from wtransfer.weight_sync.trainer.stream_source import StreamSource
     from wtransfer.weight_sync.worker.session import WorkerSession
     from wtransfer.weight_version import process_weights
     from wtransfer.weights import (
@@ -91,6 +92,7 @@ __all__ = [
     "Publisher",
     "ServingConfig",
     "ShardedSource",
+    "StreamSource",
     "TensorSpec",
     "Tier",
     "TrainerInitInfo",
@@ -152,6 +154,7 @@ _MEMBERS = {
     "wtransfer.weight_sync.trainer.publisher": ("Publisher",),
     "wtransfer.weight_sync.worker.session": ("WorkerSession",),
     "wtransfer.weight_sync.trainer.sharded": ("ShardedSource", "TrainerRank"),
+    "wtransfer.weight_sync.trainer.stream_source": ("StreamSource",),
     "wtransfer.weight_sync.http.server": ("WorkerServer",),
     "wtransfer.errors": ("WTransferError",),
     "wtransfer.registry.hooks": ("hookimpl",),

@@ -30,9 +30,13 @@ LOOK = """
     except ValueError as error:
         refusal = str(error)
     engine = WeightTransferEngineFactory._registry["shm"]()
+    from wtransfer_vllm import trainer
+    twin = trainer.WeightTransferTrainerFactory._registry["shm"]()
     print(json.dumps({
         "release": vllm.__version__,
         "engine": [engine.__name__, sorted(engine.__abstractmethods__)],
+        "twin": [issubclass(twin, trainer.TrainerEngine), sorted(twin.__abstractmethods__)],
+        "info": trainer.init_info("shm", rank=1).is_sender,
         "connectors": sorted(names.vllm_names("connectors").values()),
         "refusal": refusal,
         "watched": hasattr(EngineCore.collective_rpc, "wtransfer_call"),
@@ -72,6 +76,7 @@ def test_every_backend_is_registered_and_the_engine_core_watched(beside):
     said = json.loads(run(beside, "-c", textwrap.dedent(LOOK)).splitlines()[-1])
     assert said["release"] == RELEASE
     assert said["engine"] == ["VllmEngine", []]
+    assert (said["twin"], said["info"]) == ([True, []], False)
     assert {"SharedStorageConnector", "wtransfer-OffloadingConnector"} <= set(said["connectors"])
     assert "runs under wtransfer's connector" in said["refusal"]
     assert said["watched"] is True

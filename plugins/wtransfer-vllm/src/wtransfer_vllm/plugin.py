@@ -49,7 +49,7 @@ def register() -> None:
         Reads what is installed; imports no backend, and of vLLM only the weight engines' factory.
         The log line has the time. A second call adds nothing, and says so at debug level only.
     """
-    _register("weight transfer backends", _register_engines)
+    _register("weight transfer backends", register_engines)
     on_import(
         CONNECTOR_FACTORY, functools.partial(_register, "KV connectors", _register_connectors)
     )
@@ -71,7 +71,8 @@ def _register(what: str, add: Callable[..., list[str]], *factory: Any) -> None:
         logger.debug("wtransfer: no %s to add (%.1f ms)", what, milliseconds)
 
 
-def _register_engines() -> list[str]:
+def register_engines() -> list[str]:
+    """Enter the engines in vLLM's factory of workers; return the names of new ones. Idempotent."""
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 

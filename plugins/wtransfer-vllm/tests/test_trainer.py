@@ -1,0 +1,212 @@
+"""wtransfer's engines as trainer engines of vLLM's factory; the workers are plain ones."""
+
+import json
+import subprocess
+import sys
+import threading
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import wtransfer
+from vllm.distributed.weight_transfer.base import ModuleSource, ParamMeta
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+from wtransfer.errors import SchemaError
+from wtransfer.weight_sync.http.client import HttpClient
+
+from wtransfer_vllm import trainer
+from wtransfer_vllm.names import vllm_names
+
+pytestmark = pytest.mark.live
+
+RANKS = Path(__file__).parent / "live" / "fsdp_ranks.py"
+
+
+@contextmanager
+def serving(model):
+    """A worker behind HTTP, which commits whenever it can; its client."""
+    over = threading.Event()
+    with (
+        closing(wtransfer.WorkerSession(model, instance="plain")) as session,
+        closing(wtransfer.WorkerServer(session)) as server,
+    ):
+
+        def commit():
+            while not over.is_set():
+                session.commit_pending(0.02)
+
+        thread = threading.Thread(target=commit)
+        thread.start()
+        try:
+            yield server
+        finally:
+            over.set()
+            thread.join()
+
+
+@contextmanager
+def training(model, server, backend="shm", source=None, **more):
+    engine = WeightTransferTrainerFactory.trainer_init(
+        trainer.init_info(backend, rank=0, **more),
+        client=HttpClient(server.address, server.token),
+        source=source or ModuleSource(model),
+    )
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+@pytest.fixture
+def pair():
+    """A model in training, and another that a worker serves."""
+    torch.manual_seed(1)
+    return torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
+
+
+def same(pair):
+    return all(
+        torch.equal(a, b) for a, b in zip(*(each.parameters() for each in pair), strict=True)
+    )
+
+
+def test_every_engine_has_a_twin_of_the_name_that_workers_know():
+    registry = WeightTransferTrainerFactory._registry
+    names = vllm_names("engines").values()
+    assert {"shm", "file", "gloo"} <= set(names)
+    for name in names:
+        cls = registry[name]()
+        assert issubclass(cls, trainer.TrainerEngine)
+        assert cls.init_info_cls.backend == name
+        info = trainer.init_info(name, rank=3)
+        assert (type(info), info.backend, info.is_sender) == (cls.init_info_cls, name, False)
+    assert not issubclass(registry["nccl"](), trainer.TrainerEngine)  # vLLM's own stays
+
+
+def test_rounds_commit_what_the_module_holds(pair, tmp_path):
+    model, served = pair
+    options = {"path": str(tmp_path / "versions")}
+    with serving(served) as server, training(model, server, "file", options=options) as engine:
+        for number in range(3):
+            with torch.no_grad():
+                model.weight.add_(1)
+            report = engine.send_weights()
+            assert (report.version, report.outcome) == (f"round-{number + 1}", "committed")
+            assert engine.report is report
+            assert same(pair)
+        assert engine.send_weights(weight_version="mine").version == "mine"
+
+
+def test_refused_round_raises_and_the_next_one_commits(pair):
+    model, served = pair
+
+    class Source(ModuleSource):
+        shape = (5,)
+
+        def metadata(self):
+            first, second = super().metadata()
+            return [first, ParamMeta(second.name, second.dtype, self.shape)]
+
+    source = Source(model)
+    before = [each.clone() for each in served.parameters()]
+    with serving(served) as server, training(model, server, source=source) as engine:
+        with pytest.raises(SchemaError, match="bias: wanted"):
+            engine.send_weights("v1")
+        assert all(map(torch.equal, before, served.parameters()))
+        source.shape = (4,)
+        engine.send_weights("v2")
+        assert same(pair)
+
+
+def test_source_of_a_later_release_has_a_method_for_its_pass(pair):
+    model, served = pair
+
+    class Source:
+        def metadata(self):
+            return ModuleSource(model).metadata()
+
+        def iter_full(self):
+            return iter(ModuleSource(model))
+
+    with serving(served) as server, training(model, server, source=Source()) as engine:
+        engine.send_weights()
+        assert same(pair)
+
+
+def test_worker_that_was_restarted_is_invited_again(pair):
+    model, served = pair
+    with serving(served) as server, training(model, server) as engine:
+        engine.send_weights("v1")
+        engine.client.leave(engine.publisher.address)
+        with torch.no_grad():
+            model.weight.add_(1)
+        engine.send_weights("v2")
+        assert same(pair)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (
+            lambda: trainer.init_info("sgm", rank=0),
+            ValueError,
+            "no trainer engine 'sgm' here, only",
+        ),
+        (lambda: trainer.init_info("nccl", rank=0), ValueError, "no trainer engine 'nccl' here"),
+        (lambda: trainer.TrainerEngine.trainer_init(None, client=None), TypeError, "NoneType, exp"),
+        (
+            lambda: trainer.TrainerEngine.trainer_init(None, client=None, source={}),
+            TypeError,
+            r"source is dict, expected a WeightSource of vLLM, such as .*ModuleSource\(model\)",
+        ),
+        (
+            lambda: trainer.TrainerEngine.trainer_init(
+                trainer.init_info("shm", rank=0, speed=3), client=None, source=ModuleSource(None)
+            ),
+            TypeError,
+            "speed",
+        ),
+    ],
+    ids=["unknown", "of vLLM", "none", "mapping", "argument"],
+)
+def test_wrong_input_is_named(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_wrong_option_of_an_engine_is_named(pair):
+    with (
+        serving(pair[1]) as server,
+        pytest.raises(ValueError, match="unknown field `slots`"),
+        training(pair[0], server, options={"slots": 2}),
+    ):
+        pass
+
+
+def test_ranks_of_an_fsdp_module_gather_in_step_also_after_a_refused_round(tmp_path):
+    torch.manual_seed(0)
+    served = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
+    with serving(served) as server:
+        url = f"http://wtransfer:{server.token}@{server.address.removeprefix('tcp:')}"
+        command = [sys.executable, str(RANKS)]
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank), "2", str(tmp_path / "store"), url],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            outputs = [rank.communicate(timeout=120) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    first, second = ([json.loads(line) for line in out.splitlines()] for out, _ in outputs)
+    assert [line["outcome"] for line in first] == ["committed", "SchemaError", "committed"]
+    assert [line["outcome"] for line in second] == [None] * 3
+    total = sum(float(each.detach().sum()) for each in served.parameters())
+    assert total == pytest.approx(first[-1]["total"])

@@ -1,0 +1,160 @@
+"""Weights that can be read once in a round: read to the end, whatever becomes of the round."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from wtransfer import StreamSource
+from wtransfer.errors import NoWorkersError, SourceError, StallError, WTransferError
+from wtransfer.testing.contents import contents
+from wtransfer.weight_sync.trainer.publisher import Publisher
+from wtransfer.weight_sync.worker.session import WorkerSession
+from wtransfer.weights import ParamMeta
+
+
+class Export:
+    """A framework's export: one buffer for all tensors, and a state that is put back at the end."""
+
+    def __init__(self, weights):
+        self.weights = weights
+        self.metadata = [ParamMeta(n, each.dtype, tuple(each.shape)) for n, each in weights.items()]
+        self.buffer = torch.empty(max(each.nbytes for each in weights.values()), dtype=torch.uint8)
+        self.num_read = 0
+        self.put_back = 0
+        self.fails_at = None
+
+    def __iter__(self):
+        for name, each in self.weights.items():
+            if name == self.fails_at:
+                raise OSError("the export failed")
+            self.num_read += 1
+            place = self.buffer[: each.nbytes].view(each.dtype).view(each.shape)
+            yield name, place.copy_(each)
+        self.put_back += 1
+
+
+@pytest.fixture
+def export(weights):
+    return Export(weights)
+
+
+@pytest.fixture
+def pair(weights):
+    """A publisher of a stream source, and a worker that commits whenever it can."""
+    held = {name: torch.zeros_like(each) for name, each in weights.items()}
+    source = StreamSource(deadline_s=2.0)
+    with Publisher(source, deadline_s=5.0) as publisher:
+        session = WorkerSession(held, join=publisher.address, token=publisher.token)
+        over = threading.Event()
+
+        def commit():
+            while not over.is_set():
+                session.commit_pending(0.02)
+
+        thread = threading.Thread(target=commit)
+        thread.start()
+        publisher.wait_for_workers(1)
+        yield publisher, source, held
+        over.set()
+        thread.join()
+        session.close()
+
+
+def test_stream_is_published_round_after_round_though_its_buffer_is_one(pair, export, weights):
+    publisher, source, held = pair
+    for number in range(3):
+        for each in weights.values():
+            each.add_(1)
+        with source.round(export.metadata, export):
+            publisher.publish(f"v{number}").raise_unless_ok()
+        assert contents(held) == contents(weights)
+        assert export.put_back == number + 1
+    assert export.num_read == 3 * len(weights)
+
+
+def test_round_that_never_came_to_its_weights_reads_them_all_the_same(export):
+    source = StreamSource()
+    with (
+        Publisher(source) as publisher,
+        pytest.raises(NoWorkersError),
+        source.round(export.metadata, export),
+    ):
+        publisher.publish("v1")
+    assert export.put_back == 1
+
+
+def test_round_that_ends_in_the_midst_reads_the_rest(pair, export):
+    publisher, source, held = pair
+    before = contents(held)
+    wrong = [*export.metadata]
+    wrong[1] = ParamMeta("another", wrong[1].dtype, wrong[1].shape)
+    with pytest.raises(WTransferError), source.round(wrong, export):
+        publisher.publish("v1")
+    assert export.put_back == 1
+    assert contents(held) == before
+    with source.round(export.metadata, export):
+        publisher.publish("v2").raise_unless_ok()
+
+
+def test_error_of_the_caller_is_the_one_that_is_raised(export, caplog):
+    source = StreamSource()
+    export.fails_at = list(export.weights)[-1]
+    with pytest.raises(KeyError, match="mine"), source.round(export.metadata, export):
+        raise KeyError("mine")
+    assert "the export failed" in caplog.text
+
+
+def test_error_of_the_stream_ends_the_round_and_is_named(pair, export):
+    publisher, source, held = pair
+    before = contents(held)
+    export.fails_at = list(export.weights)[-1]
+    with (
+        pytest.raises(SourceError, match="the export failed"),
+        source.round(export.metadata, export),
+    ):
+        publisher.publish("v1")
+    assert contents(held) == before
+
+
+def test_stream_is_read_once_and_within_its_round_only(export):
+    source = StreamSource()
+    with pytest.raises(SourceError, match="within"):
+        source.iter_full()
+    with pytest.raises(SourceError, match="within"):
+        len(source.metadata)
+    with source.round(export.metadata, export):
+        late = source.iter_full()
+        next(late)
+        with pytest.raises(SourceError, match="second time"):
+            source.iter_local()
+        with pytest.raises(RuntimeError, match="under way"), source.round(export.metadata, export):
+            pass
+    with pytest.raises(SourceError, match="was left"):
+        next(late)
+
+
+def test_stream_that_hangs_does_not_hang_the_end_of_its_round():
+    source = StreamSource(deadline_s=0.1)
+    goes_on, is_in = threading.Event(), threading.Event()
+
+    def stream():
+        is_in.set()
+        goes_on.wait(10)
+        yield "a", torch.zeros(1)
+
+    reader = threading.Thread(target=lambda: next(source.iter_full()))
+
+    def hang():
+        with source.round([ParamMeta("a", torch.float32, (1,))], stream()):
+            reader.start()
+            assert is_in.wait(10)
+
+    with pytest.raises(StallError, match=r"more than 0\.1 s for one tensor"):
+        hang()
+    goes_on.set()
+    reader.join(10)
+    with source.round([], []):
+        assert list(source.iter_full()) == []

@@ -1,0 +1,150 @@
+"""Source of weights that can be read once in a round, such as the export of a training framework.
+
+A framework gathers, converts or merges its weights while they are read, often on all ranks at once
+and with a state to put back at the end. So a stream that was begun has to be read to its end,
+whatever becomes of the round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from wtransfer.errors import SourceError, StallError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    import torch
+
+    from wtransfer.weights import ParamMeta
+
+logger = logging.getLogger(__name__)
+
+
+class StreamSource:
+    """Metadata that is announced, and a stream of the tensors that can be read once.
+
+    ::
+
+        source = wtransfer.StreamSource()
+        publisher = wtransfer.Publisher(source, hosts=hosts)
+        with source.round(metadata, framework.export()):
+            publisher.publish("step-7")
+
+    Args:
+        deadline_s: Longest wait, at the end of a round, for a step of the stream that another
+            thread has begun, in seconds.
+    """
+
+    def __init__(self, deadline_s: float = 30.0) -> None:
+        self._deadline_s = deadline_s
+        self._pass: _Pass | None = None
+
+    @contextlib.contextmanager
+    def round(
+        self, metadata: Iterable[ParamMeta], stream: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[None]:
+        """Have one round, which the block must end, read a stream.
+
+        The rest of the stream is read at the end of the block, also of one that raised: the errors
+        of a stream after another error are logged.
+
+        Args:
+            metadata: Every tensor of the stream, in its order.
+            stream: Yields name and whole tensor. A tensor may be overwritten once the next is asked
+                for, if the engine copies (shm, file, gloo).
+
+        Raises:
+            RuntimeError: A round of this source is under way.
+            StallError: The stream did not come to its end in time.
+        """
+        if self._pass is not None:
+            raise RuntimeError("a round of this source is under way; leave its block first")
+        self._pass = one_pass = _Pass(metadata, stream)
+        try:
+            yield
+        except BaseException:
+            try:
+                one_pass.drain(self._deadline_s)
+            except Exception:
+                logger.exception("the rest of the weights could not be read after a failed round")
+            raise
+        else:
+            one_pass.drain(self._deadline_s)
+        finally:
+            self._pass = None
+
+    @property
+    def metadata(self) -> Sequence[ParamMeta]:
+        """Every tensor of the round.
+
+        Raises:
+            SourceError: There is no round.
+        """
+        return self._current().metadata
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of the round.
+
+        Raises:
+            SourceError: There is no round, its block was left, or they were read before.
+        """
+        return self._current().read()
+
+    iter_local = iter_full
+
+    def _current(self) -> _Pass:
+        if self._pass is None:
+            raise SourceError("a StreamSource is read within `with source.round(...)` only")
+        return self._pass
+
+
+class _Pass:
+    """One pass over one stream: by the engine's thread, and then by the one that drains it."""
+
+    def __init__(
+        self, metadata: Iterable[ParamMeta], stream: Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
+        self.metadata = tuple(metadata)
+        self._stream = iter(stream)
+        self._begun = self._over = False
+        # Held for one step of the stream, which only one thread can take.
+        self._step = threading.Lock()
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._begun:
+            raise SourceError(
+                "the engine reads the weights a second time in a round, and they are a stream, "
+                "which can be read once"
+            )
+        self._begun = True
+        return self._steps()
+
+    def _steps(self) -> Iterator[tuple[str, torch.Tensor]]:
+        while True:
+            with self._step:
+                if self._over:
+                    raise SourceError("the block of the round was left; the stream has ended")
+                try:
+                    item = next(self._stream)
+                except StopIteration:
+                    return
+            yield item
+
+    def drain(self, timeout_s: float) -> None:
+        """Read what is left, and let no other thread read any more."""
+        self._over = True
+        if not self._step.acquire(timeout=timeout_s):
+            raise StallError(
+                f"the source of the weights takes more than {timeout_s:g} s for one tensor; the "
+                "rest of it was not read",
+                seconds=timeout_s,
+            )
+        try:
+            for _ in self._stream:
+                pass
+        finally:
+            self._step.release()
