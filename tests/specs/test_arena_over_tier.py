@@ -661,6 +661,14 @@ def test_tier_with_batches_is_given_several_blocks_at_once(put, num_slots):
         assert all(registered for _, _, registered in batches.sizes)
 
 
+def test_load_of_few_blocks_is_divided_among_the_threads():
+    batches = type("Own", (Batches,), {"sizes": []})
+    with Rig(tier_cls=batches, num_io_threads=2) as rig:
+        rig.keep(list(range(1, 8)))
+        assert rig.load(list(range(1, 8)), list(range(7)))
+        assert sorted(size for name, size, _ in batches.sizes if name == "get") == [3, 4]
+
+
 @pytest.mark.parametrize("what", ["missing", "damaged", "failing"])
 def test_block_that_spoils_a_batch_leaves_those_before_it(what):
     with Rig(tier_cls=type("Own", (Batches,), {"sizes": []}), num_io_threads=1) as rig:

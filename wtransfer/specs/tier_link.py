@@ -61,8 +61,8 @@ END_S = 0.2
 """Time that running puts may take after waiting ones were dropped, in seconds."""
 BATCH_CHUNKS = 64
 """Most blocks in one call of a tier that has batches."""
-BATCH_NBYTES = 4 << 20
-"""Bytes that are worth a call of their own."""
+BATCH_NBYTES = 16 << 20
+"""Most bytes in one such call, unless a block has more."""
 
 _NO_BUFFER = -1
 
@@ -186,9 +186,10 @@ class TierLink(Link):
     def steps(
         self, plan: Plan, chunks: Chunks, mark: object, above: Link | None
     ) -> Iterator[tuple[Pool, Step]]:
-        """Yield steps of one call each."""
+        """Yield steps of one call each; few chunks are divided evenly among the threads."""
         copier = self.copiers[chunks.group]
-        for task in chunks.split(self._get_batch):
+        even = -(-len(chunks) // self._num_threads)
+        for task in chunks.split(max(1, min(self._get_batch, even))):
             if plan.kind == "store":
                 yield "store", functools.partial(self._store, plan.job_id, copier, task, mark)
             else:
