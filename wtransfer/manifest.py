@@ -29,6 +29,8 @@ MAX_RANK = 16
 """Most dimensions of a piece."""
 MAX_NBYTES = 2**63 - 1
 """Largest piece or update, in bytes."""
+MAX_SCHEME_LENGTH = 128
+"""Longest text of a quantisation scheme, in characters."""
 DIGEST_LENGTH = 32
 """Hexadecimal digits of a digest, for every algorithm."""
 
@@ -119,6 +121,9 @@ class Manifest(msgspec.Struct, frozen=True):
     """``full`` if the pieces are the complete set of weights; else a part of it."""
     base: str | None = None
     """Fingerprint that a patch applies to."""
+    scheme: Annotated[str, msgspec.Meta(max_length=MAX_SCHEME_LENGTH)] = ""
+    """How the weights are quantised, as ``fp8:block128x128``; empty where that is not stated. No
+    part of the fingerprint, which the bytes of each scheme have for themselves."""
 
     @property
     def nbytes(self) -> int:

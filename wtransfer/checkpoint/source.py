@@ -28,6 +28,7 @@ from wtransfer.manifest import (
     DIGEST_LENGTH,
     MAX_PIECES,
     MAX_RANK,
+    MAX_SCHEME_LENGTH,
     Algorithm,
     Manifest,
     Piece,
@@ -87,6 +88,8 @@ class ManifestFile(msgspec.Struct, frozen=True):
     """Algorithm of the digests."""
     pieces: Annotated[tuple[SealedPiece, ...], msgspec.Meta(max_length=MAX_PIECES)]
     """Every tensor."""
+    scheme: Annotated[str, msgspec.Meta(max_length=MAX_SCHEME_LENGTH)] = ""
+    """How the weights are quantised, as the round said that brought them; else empty."""
 
     @classmethod
     def of(cls, version: str | None, manifest: Manifest, digests: Sequence[str]) -> ManifestFile:
@@ -105,13 +108,14 @@ class ManifestFile(msgspec.Struct, frozen=True):
             created_at=time.time(),
             algorithm=manifest.algorithm,
             pieces=tuple(SealedPiece(p.name, p.dtype, p.shape, digest) for p, digest in rows),
+            scheme=manifest.scheme,
         )
 
     @property
     def manifest(self) -> Manifest:
         """The pieces, as a round has them."""
         pieces = tuple(Piece(each.name, each.dtype, each.shape) for each in self.pieces)
-        return Manifest(pieces, algorithm=self.algorithm)
+        return Manifest(pieces, algorithm=self.algorithm, scheme=self.scheme)
 
     @property
     def digests(self) -> list[str]:
@@ -285,6 +289,11 @@ class CheckpointSource:
     def metadata(self) -> Sequence[ParamMeta]:
         """Name, dtype and shape of every tensor, from the files' headers; digests if sealed."""
         return list(self._metas.values())
+
+    @property
+    def scheme(self) -> str:
+        """How the weights are quantised, by the manifest; empty where that does not say."""
+        return "" if self.manifest is None else self.manifest.scheme
 
     @property
     def files(self) -> set[Path]:

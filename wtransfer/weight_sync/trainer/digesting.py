@@ -92,9 +92,10 @@ class DigestingSource:
             metadata = tuple(map(_as_param_meta, self._source.metadata))
             rows = [(m.name, m.dtype, m.shape) for m in metadata]
             known = zip(self.layout.names, self.layout.dtypes, self.layout.shapes, strict=True)
-            if rows != list(known):
+            scheme = getattr(self._source, "scheme", "")
+            if rows != list(known) or scheme != self.manifest.scheme:
                 pieces = tuple(Piece(name, dtype_name(dtype), shape) for name, dtype, shape in rows)
-                manifest = Manifest(pieces, algorithm=self._algorithm)
+                manifest = Manifest(pieces, algorithm=self._algorithm, scheme=scheme)
                 manifest.check()
                 self.layout = TensorLayout(manifest)
         self.metadata = metadata

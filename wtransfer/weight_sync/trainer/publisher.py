@@ -44,6 +44,7 @@ from wtransfer.weight_sync.trainer.coordinator import (
 from wtransfer.weight_sync.trainer.endpoints import Endpoints, Incomplete
 from wtransfer.weight_sync.trainer.engine_runner import EngineRunner, Origin
 from wtransfer.weight_sync.trainer.membership import Membership
+from wtransfer.weight_sync.trainer.quantised import QuantisedSource
 from wtransfer.weight_sync.trainer.round_handle import Round
 from wtransfer.weight_sync.trainer.sharded import FLUSH_S, ShardedSource
 from wtransfer.weight_sync.trainer.source import as_source
@@ -117,6 +118,10 @@ class Publisher:
             mapping's: ``form(tensors)``. Default: of a module the form of its checkpoint (for a
             model of transformers what ``save_pretrained`` writes), of a mapping its own.
             ``form=dict`` sends a module's own names and shapes.
+        base: Folder of the checkpoint that the workers were started with. Where that is quantised
+            (compressed-tensors of 8 bits, or fp8), each weight that it has quantised is sent in its
+            form, computed as it is read: scales by the largest magnitude, and never a second copy
+            of the model. The scheme is read from its ``config.json``.
         engine: Engine name in the group ``wtransfer.engines``.
         trainer: The engine's trainer class. Default: the ``trainer_cls`` of the worker class.
         options: Fields of the engine's trainer init info.
@@ -145,6 +150,8 @@ class Publisher:
     Raises:
         PluginError: No such engine, or the engine cannot be loaded.
         AddressInUseError: The address is in use.
+        SourceError: `base` is no checkpoint, or quantised in a way that cannot be made of weights
+            alone (4 bits, packed, zero points, static scales of activations or of KV cache).
         WTransferError: A host cannot be reached, or refuses; `HostsError` where several do. With
             ``on_lost_worker="drop"``: every host.
     """
@@ -154,6 +161,7 @@ class Publisher:
         model_or_source: nn.Module | Mapping[str, torch.Tensor] | WeightSource,
         *,
         form: Form | None = None,
+        base: str | os.PathLike[str] | None = None,
         engine: str = "shm",
         trainer: type | None = None,
         options: dict[str, Any] | None = None,
@@ -178,7 +186,7 @@ class Publisher:
         self._closing = threading.Lock()
         self._is_shut = False
         self._origin = Origin.of(engine, trainer)
-        self._source = as_source(model_or_source, form)
+        self._source = as_source(model_or_source, form, base)
         self._sharded: ShardedSource | None = None
         """Gathers the source's tensors; made once one of them is spread over ranks."""
         if isinstance(model_or_source, ShardedSource):
@@ -693,7 +701,10 @@ class Publisher:
             self._knows_ranks = True
             is_spread = any(meta.owners or meta.placements for meta in metadata)
             if self._sharded is None and is_spread and self._may_gather:
-                self._sharded = ShardedSource(self._source, deadline_s=self._rules.deadline_s)
+                # Gathered first: a quantised weight is made of the whole one.
+                own = self._source
+                own = own.source if isinstance(own, QuantisedSource) else own
+                self._sharded = ShardedSource(own, deadline_s=self._rules.deadline_s)
                 self._sharded.known = metadata
             return self._sharded
 
@@ -706,7 +717,8 @@ class Publisher:
         source = self._runner.source
         if round_.is_own and (sharded := self._sharded_if(source.metadata)) is not None:
             sharded.begin(round_.version)
-            source.read_from(sharded)
+            own = self._source
+            source.read_from(own.reading(sharded) if isinstance(own, QuantisedSource) else sharded)
 
     def _on_packed(self) -> None:
         if self._sharded is not None:

@@ -238,6 +238,11 @@ class Committer:
         last = self.weight_state.held.manifest
         return schema_of(last) if schema is None and last is not None else schema
 
+    @property
+    def scheme(self) -> str:
+        """How the target's weights are quantised; empty where it does not say."""
+        return getattr(self._target, "scheme", "")
+
     def notes(self) -> list[str]:
         """Return the notes on this worker for a publisher, before a round."""
         if self._keep_previous:

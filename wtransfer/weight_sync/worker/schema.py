@@ -42,6 +42,7 @@ def check_fit(
     *,
     cast: bool,
     cast_hint: str = CAST_HINT,
+    scheme: str = "",
 ) -> str:
     """Raise unless every piece has its place in the target and every place gets its piece.
 
@@ -50,6 +51,7 @@ def check_fit(
         schema: The target.
         cast: True if one floating dtype may take another at apply.
         cast_hint: How to allow that, for errors.
+        scheme: How the target is quantised, for errors.
 
     Returns:
         Digest of the pieces to cast, and their dtypes; empty without casts.
@@ -84,6 +86,11 @@ def check_fit(
         strange = [piece.name for piece in manifest.pieces if piece.name not in names]
         missing = [name for name in schema if name not in covered]
         hints = [f"the worker can be told to convert floating dtypes: {cast_hint}"] * would_cast
+        if scheme and not manifest.scheme:
+            hints.append(
+                f"the target is quantised as {scheme}; the publisher can quantise its weights in "
+                "the form of the checkpoint that the worker has, Publisher(base=FOLDER)"
+            )
         if strange and missing:
             hints.append(
                 f"the update has {_first(strange)}; the target wants {_first(missing)}: the "
@@ -92,6 +99,23 @@ def check_fit(
             )
         raise _schema_error(wrong, hints)
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(sorted(casts))) if casts else ""
+
+
+def check_scheme(manifest: Manifest, scheme: str) -> None:
+    """Raise if an update and a target state two ways of quantising.
+
+    Args:
+        manifest: The update.
+        scheme: The target's scheme; empty where it does not state one.
+
+    Raises:
+        SchemaError: Both are named. Where only one states a scheme, dtypes and shapes decide.
+    """
+    if manifest.scheme and scheme and manifest.scheme != scheme:
+        raise SchemaError(
+            f"the update is quantised as {manifest.scheme!r}, the target as {scheme!r}; give the "
+            "publisher the checkpoint that the worker was started with, Publisher(base=FOLDER)"
+        )
 
 
 def check_unchanged(judged: Mapping[str, TensorSpec], now: Mapping[str, TensorSpec] | None) -> None:

@@ -10,6 +10,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
+from wtransfer.checkpoint.quantisation import scheme_name
 from wtransfer.weight_sync.worker.schema import canonical_names
 
 from wtransfer_vllm.checkpoint import find_checkpoint
@@ -53,6 +54,9 @@ class VllmTarget:
         tied = bool(configured or _shares_matrix(model))
         self._checkpoint = find_checkpoint(vllm_config, tied=tied)
         self._schema = None if self._checkpoint is None else self._checkpoint.schema()
+        hf_config = vllm_config.model_config.hf_config
+        self.scheme = scheme_name(getattr(hf_config, "quantization_config", None))
+        """How the checkpoint's weights are quantised; empty also where vLLM quantises floats."""
         self._applied: Mapping[str, torch.Tensor] | None = None
         self._touched = False
         self._refusal: str | None = None
