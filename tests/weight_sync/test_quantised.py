@@ -172,6 +172,36 @@ def test_one_quantised_weight_is_in_memory_at_a_time(base):
     assert len(gone) == 6
 
 
+@pytest.mark.parametrize("method", ["iter_full", "iter_unread"])
+def test_whole_weight_that_a_source_makes_is_gone_before_the_next_is_made(base, method):
+    model, alive = weights(), []
+
+    class Gathering:
+        metadata = as_source(model).metadata
+
+        def iter_full(self):
+            for name, each in model.items():
+                assert all(before() is None for before in alive)
+                made = each.clone()
+                alive.append(weakref.ref(made))
+                yield name, made
+                del made
+
+    source = as_source(Gathering(), None, base(in_int8(model), INT8))
+    for _, each in getattr(source, method)():
+        del each
+    assert len(alive) == 4
+
+
+def test_source_of_a_round_that_states_no_scheme_has_a_plan_without_one(base):
+    model = weights()
+    reading = DigestingSource(as_source(model, None, base(in_int8(model), INT8)))
+    assert reading.plan().manifest.scheme == INT8_NAME
+    same_form = as_source(dict(as_source(model, None, base(in_int8(model), INT8, "b")).iter_full()))
+    assert reading.plan(instead=same_form).manifest.scheme == ""
+    assert reading.plan().manifest.scheme == INT8_NAME
+
+
 def test_second_pass_of_a_round_reads_the_same(base):
     model = weights()
     reading = DigestingSource(as_source(model, None, base(in_int8(model), INT8)))
@@ -277,6 +307,7 @@ def test_weights_that_are_in_the_form_already_travel_as_they_are(base):
     model = in_int8(weights())
     source = as_source(model, None, base(in_int8(weights(1)), INT8))
     same(dict(source.iter_full()), model)
+    assert [meta.name for meta in source.metadata] == list(model)
 
 
 def test_kept_version_goes_back_by_its_own_scheme(fleet, base, tmp_path):

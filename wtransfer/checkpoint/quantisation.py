@@ -28,7 +28,7 @@ CONFIG_NAME = "config.json"
 """File of a checkpoint that states its scheme."""
 MAX_CONFIG_NBYTES = 64 << 20
 """Largest configuration, in bytes: some list every layer that is not quantised."""
-CHUNK_NBYTES = 4 << 20
+CHUNK_NBYTES = 1 << 20
 """Bytes of a weight that are in work at a time."""
 KNOWN = "compressed-tensors of 8 bits (symmetric, not packed) and fp8, activations dynamic"
 """Schemes that can be made, for errors."""
@@ -314,8 +314,6 @@ class QuantisedTensor:
         self._scale = scale.reshape(scheme.grid(weight.shape))
         limits = torch.iinfo if scheme.dtype == torch.int8 else torch.finfo
         self._limits = (limits(scheme.dtype).min, limits(scheme.dtype).max)
-        # The integer of a NaN depends on the processor's instruction, and so on the chunk.
-        self._has_nan = scheme.dtype == torch.int8 and not bool(torch.isfinite(scale).all())
 
     def read(self, into: memoryview, start: int) -> None:
         """Compute bytes, from byte `start` on, until `into` is full."""
@@ -340,15 +338,14 @@ class QuantisedTensor:
             weight = self._weight[first:stop]
             at = torch.arange(first, first + len(weight), device=self._scale.device) // height
             scale = self._scale[at]
-            if scale.shape[1] > 1:
+            if weight.shape[1] % width:
                 scale = scale.repeat_interleave(width, dim=1)[:, : weight.shape[1]]
+                divided = weight / scale
+            else:
+                divided = (weight.view(len(weight), -1, width) / scale.unsqueeze(2)).flatten(1)
             # The dtype of a quotient is that of both, by torch: so does the library.
-            divided = (weight / scale).clamp_(*self._limits)
-            if self.dtype != torch.int8:
-                return divided.to(self.dtype)
-            if self._has_nan:
-                divided = divided.nan_to_num_(0)
-            return divided.round_().to(self.dtype)
+            divided.clamp_(*self._limits)
+            return (divided.round_() if self.dtype == torch.int8 else divided).to(self.dtype)
 
 
 def scales_of(weight: torch.Tensor, scheme: Scheme, form: ParamMeta) -> torch.Tensor:

@@ -87,6 +87,8 @@ class QuantisedSource:
         """Yield whole tensors, quantised ones in memory of their own."""
         for name, each in self.iter_unread():
             yield name, each if isinstance(each, torch.Tensor) else each.load()
+            # Freed before the next is made: a gathered tensor may be large.
+            del each
 
     def iter_unread(self) -> Iterator[tuple[str, Any]]:
         """Yield as `iter_full`; in place of a quantised weight an object that computes it."""
@@ -98,7 +100,6 @@ class QuantisedSource:
                 yield name, each
             else:
                 yield from self._quantised(each, form)
-            # Freed before the next is made: a gathered tensor may be large.
             del each
 
     def _quantised(self, each: Any, form: QuantisedForm) -> Iterator[tuple[str, Any]]:

@@ -54,8 +54,8 @@ class VllmTarget:
         tied = bool(configured or _shares_matrix(model))
         self._checkpoint = find_checkpoint(vllm_config, tied=tied)
         self._schema = None if self._checkpoint is None else self._checkpoint.schema()
-        hf_config = vllm_config.model_config.hf_config
-        self.scheme = scheme_name(getattr(hf_config, "quantization_config", None))
+        settings = getattr(vllm_config.model_config.hf_config, "quantization_config", None)
+        self.scheme = scheme_name(settings if isinstance(settings, dict) else None)
         """How the checkpoint's weights are quantised; empty also where vLLM quantises floats."""
         self._applied: Mapping[str, torch.Tensor] | None = None
         self._touched = False
