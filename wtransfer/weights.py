@@ -98,13 +98,15 @@ class WeightTarget(Protocol):
     Methods run on the thread that owns the model, except `schema`, which may run on the session's
     thread at any time.
 
-    Four optional members: ``forget()``, called when the model has lost its weights otherwise than
+    Five optional members: ``forget()``, called when the model has lost its weights otherwise than
     by a commit: a target that keeps the set applied last, for `capture`, drops it then;
     ``vouched_as``, the object by which `process_weights` knows the model, where that is not the
     target itself; ``scheme``, how the weights of an update must be quantised (empty: any way that
-    has the names, dtypes and shapes of `schema`); and ``proven``, false where the model may compute
-    with other weights than those it was given: its KV cache then has a name that only this process
-    knows.
+    has the names, dtypes and shapes of `schema`); ``base()``, called as `schema` is, which returns
+    the tensors that the worker began with, by name, where they outlive every update (a checkpoint
+    on disk), else None: what an update leaves as it is, is proven and applied from there; and
+    ``proven``, false where the model may compute with other weights than those it was given: its KV
+    cache then has a name that only this process knows.
     """
 
     def schema(self) -> Mapping[str, TensorSpec] | None:

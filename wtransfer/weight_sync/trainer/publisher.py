@@ -20,6 +20,7 @@ from wtransfer.calls import (
     on_callers_stream,
     start_call,
 )
+from wtransfer.checkpoint.base_checkpoint import BaseCheckpoint
 from wtransfer.deadline import Deadline, checked_timeout
 from wtransfer.errors import (
     ClosedError,
@@ -118,10 +119,12 @@ class Publisher:
             mapping's: ``form(tensors)``. Default: of a module the form of its checkpoint (for a
             model of transformers what ``save_pretrained`` writes), of a mapping its own.
             ``form=dict`` sends a module's own names and shapes.
-        base: Folder of the checkpoint that the workers were started with. Where that is quantised
-            (compressed-tensors of 8 bits, or fp8), each weight that it has quantised is sent in its
-            form, computed as it is read: scales by the largest magnitude, and never a second copy
-            of the model. The scheme is read from its ``config.json``.
+        base: Folder of the checkpoint that the workers were started with. Its tensors that the
+            model does not have (a frozen vision tower, layers that predict further tokens) stay as
+            they are: nothing of them travels, and every worker proves that it has them. Where it is
+            quantised (compressed-tensors of 8 bits, or fp8), each weight that it has quantised is
+            sent in its form, computed as it is read: scales by the largest magnitude, and never a
+            second copy of the model. The scheme is read from its ``config.json``.
         engine: Engine name in the group ``wtransfer.engines``.
         trainer: The engine's trainer class. Default: the ``trainer_cls`` of the worker class.
         options: Fields of the engine's trainer init info.
@@ -198,8 +201,11 @@ class Publisher:
         """True once metadata of the source was read, which names the ranks that gather."""
         self._first_look: Call | None = None
         screen = nonfinite != "allow"
-        self._runner_args = (engine, trainer, dict(options or {}), self._source, screen)
-        self._runner = EngineRunner(*self._runner_args)
+        kept = None if base is None else BaseCheckpoint(base)
+        self._make_runner = functools.partial(
+            EngineRunner, engine, trainer, dict(options or {}), self._source, screen, base=kept
+        )
+        self._runner = self._make_runner()
         self._current: ProvenUpdate | None = None
         self._current_runner: EngineRunner | None = None
         self._active: Coordinator | None = None
@@ -689,7 +695,7 @@ class Publisher:
     def _drop_runner(self) -> None:
         """Let go of the engine, and of its group, if any; the next round makes another."""
         # Replace the runner first: its shutdown may fail, and no round may use it again.
-        runner, self._runner = self._runner, EngineRunner(*self._runner_args)
+        runner, self._runner = self._runner, self._make_runner()
         if not runner.abandoned:
             runner.shutdown()
 

@@ -56,6 +56,11 @@ class QuantisedSource:
         self._forms = forms
 
     @property
+    def tied_names(self) -> Sequence[str]:
+        """Further names of tensors that travel."""
+        return getattr(self.source, "tied_names", ())
+
+    @property
     def metadata(self) -> Sequence[ParamMeta]:
         """Name, dtype and shape of what travels.
 

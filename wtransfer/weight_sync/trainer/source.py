@@ -55,6 +55,12 @@ class StateDictSource:
         return tensors
 
     @property
+    def tied_names(self) -> list[str]:
+        """Further names of tensors that travel, under which they do not."""
+        ties = group_storages(self._tensors()).ties.values()
+        return [name for tied in ties for name in tied]
+
+    @property
     def metadata(self) -> Sequence[ParamMeta]:
         """Name, dtype and whole shape of every tensor; of a DTensor also its sharding."""
         return [

@@ -87,6 +87,9 @@ class Member(Protocol):
     def scheme(self) -> str:
         """How the model's weights are quantised; empty where it does not say."""
 
+    def prove_kept(self, manifest: Manifest) -> None:
+        """Raise unless this worker has every tensor of an update that does not travel."""
+
     def notes(self) -> list[str]:
         """Return the notes on this worker for the publisher's report."""
 
@@ -175,6 +178,9 @@ class StagedUpdate:
                 cast_hint=member.cast_hint,
                 scheme=member.scheme,
             )
+        if manifest.kept:
+            # Before it accepts, with the model as it serves; and once more as they are applied.
+            member.prove_kept(manifest)
         if casts:
             notes.append("casts floating dtypes at commit")
         # The manifest of the layout: equal manifests of round after round are one object.

@@ -153,13 +153,15 @@ class VllmTarget:
             spec = schema.get(canonical.get(name, name))
             yield name, tensor if spec is None else tensor.to(spec.dtype)
 
-    def capture(self) -> Mapping[str, torch.Tensor] | None:
-        """Return the last applied set; before the first, the checkpoint on disk."""
-        if self._touched:
-            return self._applied
+    def base(self) -> Mapping[str, torch.Tensor] | None:
+        """Return the checkpoint on disk; None: it is not there, or was changed since."""
         if self._checkpoint is None or not self._checkpoint.unchanged():
             return None
         return self._checkpoint
+
+    def capture(self) -> Mapping[str, torch.Tensor] | None:
+        """Return the last applied set; before the first, the checkpoint on disk."""
+        return self._applied if self._touched else self.base()
 
     def forget(self) -> None:
         """Drop the last applied set: the model does not hold it any more."""
