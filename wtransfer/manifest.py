@@ -29,6 +29,8 @@ MAX_RANK = 16
 """Most dimensions of a piece."""
 MAX_NBYTES = 2**63 - 1
 """Largest piece or update, in bytes."""
+MAX_SCHEME_LENGTH = 128
+"""Longest text of a quantisation scheme, in characters."""
 DIGEST_LENGTH = 32
 """Hexadecimal digits of a digest, for every algorithm."""
 
@@ -108,21 +110,40 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
             )
 
 
+class KeptPiece(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A tensor of the set that does not travel: every worker proves that it has it."""
+
+    piece: Piece
+    """Name, dtype and shape."""
+    digest: str
+    """Digest of its bytes, by the manifest's algorithm."""
+
+
 class Manifest(msgspec.Struct, frozen=True):
     """The pieces of one update and how they are proven. Digests are known only after sending."""
 
     pieces: Annotated[tuple[Piece, ...], msgspec.Meta(max_length=MAX_PIECES)]
-    """In plan order: digests and verdicts follow it."""
+    """What travels, in plan order: digests and verdicts follow it."""
     algorithm: Algorithm = "xxh3-128"
     """How pieces are digested."""
     coverage: Coverage = "full"
     """``full`` if the pieces are the complete set of weights; else a part of it."""
     base: str | None = None
     """Fingerprint that a patch applies to."""
+    scheme: Annotated[str, msgspec.Meta(max_length=MAX_SCHEME_LENGTH)] = ""
+    """How the weights are quantised, as ``fp8:block128x128``; empty where that is not stated. No
+    part of the fingerprint, which the bytes of each scheme have for themselves."""
+    kept: Annotated[tuple[KeptPiece, ...], msgspec.Meta(max_length=MAX_PIECES)] = ()
+    """The rest of the set, which stays as it is. With it the fingerprint is that of the whole."""
+
+    @property
+    def whole(self) -> tuple[Piece, ...]:
+        """All tensors of the set: those that travel, and those that stay."""
+        return (*self.pieces, *(each.piece for each in self.kept))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pieces."""
+        """Bytes of what travels."""
         return sum(piece.nbytes for piece in self.pieces)
 
     def identity(self) -> str:
@@ -138,18 +159,26 @@ class Manifest(msgspec.Struct, frozen=True):
         Raises:
             ManifestError: The first fault found, with the piece named.
         """
-        if len(self.pieces) > MAX_PIECES:
+        whole = self.whole
+        if len(whole) > MAX_PIECES:
             raise ManifestError(
-                f"{len(self.pieces)} pieces, at most {MAX_PIECES} are allowed in one update"
+                f"{len(whole)} pieces, at most {MAX_PIECES} are allowed in one update"
             )
-        for piece in self.pieces:
+        for piece in whole:
             piece.check()
-        self._check_unique()
-        if self.nbytes > MAX_NBYTES:
+        for each in self.kept:
+            if len(each.digest) != DIGEST_LENGTH or not each.digest.isascii():
+                raise ManifestError(
+                    f"the digest of {each.piece.name!r} is {_short(each.digest)}, expected "
+                    f"{DIGEST_LENGTH} hexadecimal digits",
+                    piece=each.piece.name,
+                )
+        self._check_unique(whole)
+        if sum(piece.nbytes for piece in whole) > MAX_NBYTES:
             raise ManifestError("the update is larger than 2^63 bytes")
 
-    def _check_unique(self) -> None:
-        names = [piece.name for piece in self.pieces]
+    def _check_unique(self, whole: Sequence[Piece]) -> None:
+        names = [piece.name for piece in whole]
         if len(set(names)) == len(names):
             return
         twice = [name for name, count in Counter(names).items() if count > 1]
@@ -195,27 +224,32 @@ class Identities:
     """
 
     def __init__(self, manifest: Manifest) -> None:
-        names = [piece.name for piece in manifest.pieces]
+        pieces = manifest.whole
+        names = [piece.name for piece in pieces]
+        self._num_pieces = len(manifest.pieces)
+        self._kept = [each.digest for each in manifest.kept]
         self._order = sorted(range(len(names)), key=names.__getitem__)
         canonical: list[object] = [manifest.algorithm, *([None] * len(names))]
         if manifest.coverage == "patch":
             canonical.insert(0, manifest.base)
         # Without the rows: one byte for each.
         self._head = _encode(canonical)[: -len(names) or None]
-        self._rows = [_row_head(manifest.pieces[number]) for number in self._order]
+        self._rows = [_row_head(pieces[number]) for number in self._order]
 
     def fingerprint(self, digests: Sequence[str]) -> str:
-        """Return the fingerprint of the set that has these digests, in the manifest's order.
+        """Return the fingerprint of the set whose pieces have these digests, in order.
 
         Raises:
             ValueError: Wrong number of digests, or an invalid one.
 
         Cost: about 0.1 us per piece.
         """
-        if len(digests) != len(self._rows):
-            raise ValueError(f"{len(digests)} digests for {len(self._rows)} pieces")
+        if len(digests) != self._num_pieces:
+            raise ValueError(f"{len(digests)} digests for {self._num_pieces} pieces")
         if not set(map(len, digests)) <= {DIGEST_LENGTH} or not all(map(str.isascii, digests)):
             raise ValueError(f"a digest has {DIGEST_LENGTH} hexadecimal digits")
+        if self._kept:
+            digests = [*digests, *self._kept]
         hasher = xxhash.xxh3_128(self._head)
         # In parts: memory for all of it would be fetched afresh from the system in every round.
         for first in range(0, len(self._rows), _PART):

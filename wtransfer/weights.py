@@ -59,6 +59,9 @@ class WeightSource(Protocol):
     ``nbytes``, ``read(into, start)``, which fills a memoryview with its bytes from ``start`` on,
     and ``load()``, which returns the tensor. Engines that copy then have it read into their own
     memory (`CheckpointSource` is one).
+
+    A source of quantised weights may have ``scheme``, the canonical text of the quantisation: a
+    worker whose target states another refuses the plan.
     """
 
     @property
@@ -95,11 +98,15 @@ class WeightTarget(Protocol):
     Methods run on the thread that owns the model, except `schema`, which may run on the session's
     thread at any time.
 
-    Three optional members: ``forget()``, called when the model has lost its weights otherwise than
+    Five optional members: ``forget()``, called when the model has lost its weights otherwise than
     by a commit: a target that keeps the set applied last, for `capture`, drops it then;
     ``vouched_as``, the object by which `process_weights` knows the model, where that is not the
-    target itself; and ``proven``, false where the model may compute with other weights than those
-    it was given: its KV cache then has a name that only this process knows.
+    target itself; ``scheme``, how the weights of an update must be quantised (empty: any way that
+    has the names, dtypes and shapes of `schema`); ``base()``, called as `schema` is, which returns
+    the tensors that the worker began with, by name, where they outlive every update (a checkpoint
+    on disk), else None: what an update leaves as it is, is proven and applied from there; and
+    ``proven``, false where the model may compute with other weights than those it was given: its KV
+    cache then has a name that only this process knows.
     """
 
     def schema(self) -> Mapping[str, TensorSpec] | None:

@@ -28,7 +28,9 @@ from wtransfer.manifest import (
     DIGEST_LENGTH,
     MAX_PIECES,
     MAX_RANK,
+    MAX_SCHEME_LENGTH,
     Algorithm,
+    KeptPiece,
     Manifest,
     Piece,
     fingerprint,
@@ -87,6 +89,10 @@ class ManifestFile(msgspec.Struct, frozen=True):
     """Algorithm of the digests."""
     pieces: Annotated[tuple[SealedPiece, ...], msgspec.Meta(max_length=MAX_PIECES)]
     """Every tensor."""
+    scheme: Annotated[str, msgspec.Meta(max_length=MAX_SCHEME_LENGTH)] = ""
+    """How the weights are quantised, as the round said that brought them; else empty."""
+    kept: Annotated[tuple[SealedPiece, ...], msgspec.Meta(max_length=MAX_PIECES)] = ()
+    """The rest of the set, which the round that brought them left as it was: not in the files."""
 
     @classmethod
     def of(cls, version: str | None, manifest: Manifest, digests: Sequence[str]) -> ManifestFile:
@@ -98,6 +104,7 @@ class ManifestFile(msgspec.Struct, frozen=True):
             digests: Digests in the manifest's order.
         """
         rows = zip(manifest.pieces, digests, strict=True)
+        kept = ((each.piece, each.digest) for each in manifest.kept)
         return cls(
             format="wtransfer/1",
             version=version,
@@ -105,13 +112,18 @@ class ManifestFile(msgspec.Struct, frozen=True):
             created_at=time.time(),
             algorithm=manifest.algorithm,
             pieces=tuple(SealedPiece(p.name, p.dtype, p.shape, digest) for p, digest in rows),
+            scheme=manifest.scheme,
+            kept=tuple(SealedPiece(p.name, p.dtype, p.shape, digest) for p, digest in kept),
         )
 
     @property
     def manifest(self) -> Manifest:
         """The pieces, as a round has them."""
         pieces = tuple(Piece(each.name, each.dtype, each.shape) for each in self.pieces)
-        return Manifest(pieces, algorithm=self.algorithm)
+        kept = tuple(
+            KeptPiece(Piece(each.name, each.dtype, each.shape), each.digest) for each in self.kept
+        )
+        return Manifest(pieces, algorithm=self.algorithm, scheme=self.scheme, kept=kept)
 
     @property
     def digests(self) -> list[str]:
@@ -285,6 +297,28 @@ class CheckpointSource:
     def metadata(self) -> Sequence[ParamMeta]:
         """Name, dtype and shape of every tensor, from the files' headers; digests if sealed."""
         return list(self._metas.values())
+
+    @property
+    def scheme(self) -> str:
+        """How the weights are quantised, by the manifest; empty where that does not say."""
+        return "" if self.manifest is None else self.manifest.scheme
+
+    def kept(self, algorithm: Algorithm) -> tuple[KeptPiece, ...]:
+        """Return the rest of the set, which the files do not have, by the manifest.
+
+        Raises:
+            SourceError: The manifest names it by digests of another algorithm.
+        """
+        if self.manifest is None or not self.manifest.kept:
+            return ()
+        if self.manifest.algorithm != algorithm:
+            raise SourceError(
+                f"{self.manifest.kept[0].name!r} and others are not in the files and stay as the "
+                f"workers have them, by {self.manifest.algorithm}; this engine digests by "
+                f"{algorithm}",
+                piece=self.manifest.kept[0].name,
+            )
+        return self.manifest.manifest.kept
 
     @property
     def files(self) -> set[Path]:

@@ -164,7 +164,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     def num_entries(self) -> int:
         """Entries, for the frame's limit."""
-        return 0 if isinstance(self.manifest, str) else len(self.manifest.pieces)
+        return 0 if isinstance(self.manifest, str) else len(self.manifest.whole)
 
 
 class Accept(msgspec.Struct, frozen=True):

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import threading
+from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import wtransfer
+from wtransfer.testing.contents import contents
 
 PLACEMENTS = {
     "rows": (Shard(0), (8, 3)),
@@ -41,6 +46,8 @@ def tensors(mesh):
 
 class Distributed:
     """Tensors by name, which grow by one between two rounds."""
+
+    arguments: ClassVar[dict[str, object]] = {}
 
     def __init__(self, mesh):
         self.published = self.tensors = tensors(mesh)
@@ -79,7 +86,34 @@ class ByMetadata(Distributed):
         self.published = self.Source(self.tensors)
 
 
-KINDS = {"dtensors": Distributed, "metadata": ByMetadata}
+class Quantised(Distributed):
+    """Tensors of which the worker's checkpoint has two as blocks of float8, one of them sharded."""
+
+    def __init__(self, mesh):
+        super().__init__(mesh)
+        whole = torch.randn(130, 200, generator=torch.Generator().manual_seed(0))
+        self.tensors["a.weight"] = distribute_tensor(whole, mesh, [Shard(0)])
+        self.tensors["b.weight"] = whole + 1
+        self.folder = tempfile.TemporaryDirectory()
+        base = Path(self.folder.name)
+        self.arguments = {"base": base}
+        fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        (base / "config.json").write_text(json.dumps({"quantization_config": fp8}))
+        save_file(self.expected(), base / "model.safetensors")
+
+    def expected(self):
+        found = super().expected()
+        for name in ("a.weight", "b.weight"):
+            whole = found[name]
+            blocks = torch.nn.functional.pad(whole, (0, 56, 0, 126)).view(2, 128, 2, 128)
+            scale = blocks.abs().amax((1, 3)) / 448
+            spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:130, :200]
+            found[name] = (whole / spread).to(torch.float8_e4m3fn)
+            found[f"{name}_scale_inv"] = scale
+        return found
+
+
+KINDS = {"dtensors": Distributed, "metadata": ByMetadata, "quantised": Quantised}
 
 
 def serve(target, publisher, stopped):
@@ -100,7 +134,9 @@ def main(kind, engine, rank, num_ranks, port):
     if rank:
         publisher = wtransfer.TrainerRank(model.published, deadline_s=10)
     else:
-        publisher = wtransfer.Publisher(model.published, engine=engine, deadline_s=10)
+        publisher = wtransfer.Publisher(
+            model.published, engine=engine, deadline_s=10, **model.arguments
+        )
         worker = threading.Thread(target=serve, args=(target, publisher, stopped))
         worker.start()
         publisher.wait_for_workers(1)
@@ -108,7 +144,7 @@ def main(kind, engine, rank, num_ranks, port):
         told = publisher.publish(f"v{number}")
         fingerprint = told if rank else told.fingerprint
         expected = model.expected()
-        equal = {name: torch.equal(target[name], expected[name]) for name in expected}
+        equal = {name: contents(target)[name] == contents(expected)[name] for name in expected}
         line = json.dumps({"fingerprint": fingerprint, "equal": equal})
         print(line, flush=True)  # noqa: T201 (the test reads it)
         model.advance()

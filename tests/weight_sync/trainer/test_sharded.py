@@ -74,7 +74,9 @@ def start(kind, rank, port):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dtensors", pytest.param("metadata", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "kind", ["dtensors", "quantised", pytest.param("metadata", marks=pytest.mark.nightly)]
+)
 def test_shards_of_two_ranks_arrive_whole_in_every_round(kind):
     first = start(kind, 0, 0)
     port = first.stdout.readline().strip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from wtransfer.errors import RoundAbortedError, SourceError, WTransferError
-from wtransfer.manifest import Algorithm, Manifest, Piece
+from wtransfer.manifest import Algorithm, KeptPiece, Manifest, Piece
 from wtransfer.transport.digests import Digested, copy_digest, digest
 from wtransfer.transport.layout import TensorLayout
 from wtransfer.transport.memory import is_out_of_memory
@@ -19,14 +20,17 @@ from wtransfer.transport.tensors import dtype_name, lacks_memory
 from wtransfer.weights import ParamMeta
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
+    from wtransfer.checkpoint.base_checkpoint import BaseCheckpoint
     from wtransfer.transport.digests import Unread
     from wtransfer.transport.layout import Bucket
     from wtransfer.transport.tensors import ByteArray
     from wtransfer.weights import WeightSource
 
     Memory: TypeAlias = memoryview | np.ndarray | torch.Tensor
+
+logger = logging.getLogger(__name__)
 
 
 class DigestingSource:
@@ -36,10 +40,16 @@ class DigestingSource:
         source: The user's.
         algorithm: How tensors are digested.
         screen: True to count NaN and infinity.
+        base: Checkpoint of which the tensors stay that the source does not have.
     """
 
     def __init__(
-        self, source: WeightSource, algorithm: Algorithm = "xxh3-128", *, screen: bool = True
+        self,
+        source: WeightSource,
+        algorithm: Algorithm = "xxh3-128",
+        *,
+        screen: bool = True,
+        base: BaseCheckpoint | None = None,
     ) -> None:
         self.version = ""
         """Label of the round."""
@@ -53,6 +63,7 @@ class DigestingSource:
         """True while the user's source is at work: a round that stalls meanwhile waits for it."""
         self.on_packed: Callable[[], None] | None = None
         """Called when every tensor has been copied: the trainer may change its weights."""
+        self._base = base
         self._own = source
         self._source = source
         self._screen = screen
@@ -92,16 +103,33 @@ class DigestingSource:
             metadata = tuple(map(_as_param_meta, self._source.metadata))
             rows = [(m.name, m.dtype, m.shape) for m in metadata]
             known = zip(self.layout.names, self.layout.dtypes, self.layout.shapes, strict=True)
-            if rows != list(known):
+            scheme = getattr(self._source, "scheme", "")
+            kept = self._kept([name for name, _, _ in rows])
+            told = (self.manifest.scheme, self.manifest.kept)
+            if rows != list(known) or (scheme, kept) != told:
                 pieces = tuple(Piece(name, dtype_name(dtype), shape) for name, dtype, shape in rows)
-                manifest = Manifest(pieces, algorithm=self._algorithm)
+                manifest = Manifest(pieces, self._algorithm, scheme=scheme, kept=kept)
                 manifest.check()
                 self.layout = TensorLayout(manifest)
+                if kept:
+                    nbytes = sum(each.piece.nbytes for each in kept)
+                    logger.info(
+                        "%d of %d tensors stay as the workers have them (%s bytes, first %r)",
+                        *(len(kept), len(manifest.whole), f"{nbytes:,}", kept[0].piece.name),
+                    )
         self.metadata = metadata
         self._digests = [None] * len(metadata)
         self._check_stopped()
         self.moved_at = time.monotonic()
         return self.layout
+
+    def _kept(self, names: Sequence[str]) -> tuple[KeptPiece, ...]:
+        """Return the tensors of the set that stay: of the base, or as a version states them."""
+        if self._base is None or self._source is not self._own:
+            states = getattr(self._source, "kept", None)
+            return () if states is None else tuple(states(self._algorithm))
+        tied = getattr(self._source, "tied_names", ())
+        return self._base.kept({*names, *tied}, self._algorithm, self.note_progress)
 
     def read_from(self, source: WeightSource) -> None:
         """Read the user's weights by way of another source, in this round and from then on."""

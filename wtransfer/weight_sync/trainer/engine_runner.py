@@ -21,6 +21,7 @@ from wtransfer.weight_sync.trainer.workers import send_to
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from wtransfer.checkpoint.base_checkpoint import BaseCheckpoint
     from wtransfer.engines.interface import KeptVersion
     from wtransfer.weight_sync.trainer.workers import Worker
     from wtransfer.weights import WeightSource
@@ -215,6 +216,7 @@ class EngineRunner:
         options: Fields of the engine's init info.
         source: The user's source.
         screen: True to count NaN and infinity.
+        base: Checkpoint of which the tensors stay that the source does not have.
     """
 
     def __init__(
@@ -224,6 +226,8 @@ class EngineRunner:
         options: dict[str, Any],
         source: WeightSource,
         screen: bool = False,
+        *,
+        base: BaseCheckpoint | None = None,
     ) -> None:
         self.name = name
         self.plugin = f"engines:{name}"
@@ -235,7 +239,7 @@ class EngineRunner:
             cls = WeightTransferTrainerFactory.trainer_class(name)
         self._cls = cls
         self.source = DigestingSource(
-            source, getattr(cls, "digest_algorithm", "xxh3-128"), screen=screen
+            source, getattr(cls, "digest_algorithm", "xxh3-128"), screen=screen, base=base
         )
         name = f"Invalid options for {cls.__name__}"
         self._info = decode_options(options, cls.init_info_cls, ValueError, name)

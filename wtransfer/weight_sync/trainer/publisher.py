@@ -20,6 +20,7 @@ from wtransfer.calls import (
     on_callers_stream,
     start_call,
 )
+from wtransfer.checkpoint.base_checkpoint import BaseCheckpoint
 from wtransfer.deadline import Deadline, checked_timeout
 from wtransfer.errors import (
     ClosedError,
@@ -44,6 +45,7 @@ from wtransfer.weight_sync.trainer.coordinator import (
 from wtransfer.weight_sync.trainer.endpoints import Endpoints, Incomplete
 from wtransfer.weight_sync.trainer.engine_runner import EngineRunner, Origin
 from wtransfer.weight_sync.trainer.membership import Membership
+from wtransfer.weight_sync.trainer.quantised import QuantisedSource
 from wtransfer.weight_sync.trainer.round_handle import Round
 from wtransfer.weight_sync.trainer.sharded import FLUSH_S, ShardedSource
 from wtransfer.weight_sync.trainer.source import as_source
@@ -117,6 +119,12 @@ class Publisher:
             mapping's: ``form(tensors)``. Default: of a module the form of its checkpoint (for a
             model of transformers what ``save_pretrained`` writes), of a mapping its own.
             ``form=dict`` sends a module's own names and shapes.
+        base: Folder of the checkpoint that the workers were started with. Its tensors that the
+            model does not have (a frozen vision tower, layers that predict further tokens) stay as
+            they are: nothing of them travels, and every worker proves that it has them. Where it is
+            quantised (compressed-tensors of 8 bits, or fp8), each weight that it has quantised is
+            sent in its form, computed as it is read: scales by the largest magnitude, and never a
+            second copy of the model. The scheme is read from its ``config.json``.
         engine: Engine name in the group ``wtransfer.engines``.
         trainer: The engine's trainer class. Default: the ``trainer_cls`` of the worker class.
         options: Fields of the engine's trainer init info.
@@ -145,6 +153,8 @@ class Publisher:
     Raises:
         PluginError: No such engine, or the engine cannot be loaded.
         AddressInUseError: The address is in use.
+        SourceError: `base` is no checkpoint, or quantised in a way that cannot be made of weights
+            alone (4 bits, packed, zero points, static scales of activations or of KV cache).
         WTransferError: A host cannot be reached, or refuses; `HostsError` where several do. With
             ``on_lost_worker="drop"``: every host.
     """
@@ -154,6 +164,7 @@ class Publisher:
         model_or_source: nn.Module | Mapping[str, torch.Tensor] | WeightSource,
         *,
         form: Form | None = None,
+        base: str | os.PathLike[str] | None = None,
         engine: str = "shm",
         trainer: type | None = None,
         options: dict[str, Any] | None = None,
@@ -178,7 +189,7 @@ class Publisher:
         self._closing = threading.Lock()
         self._is_shut = False
         self._origin = Origin.of(engine, trainer)
-        self._source = as_source(model_or_source, form)
+        self._source = as_source(model_or_source, form, base)
         self._sharded: ShardedSource | None = None
         """Gathers the source's tensors; made once one of them is spread over ranks."""
         if isinstance(model_or_source, ShardedSource):
@@ -190,8 +201,11 @@ class Publisher:
         """True once metadata of the source was read, which names the ranks that gather."""
         self._first_look: Call | None = None
         screen = nonfinite != "allow"
-        self._runner_args = (engine, trainer, dict(options or {}), self._source, screen)
-        self._runner = EngineRunner(*self._runner_args)
+        kept = None if base is None else BaseCheckpoint(base)
+        self._make_runner = functools.partial(
+            EngineRunner, engine, trainer, dict(options or {}), self._source, screen, base=kept
+        )
+        self._runner = self._make_runner()
         self._current: ProvenUpdate | None = None
         self._current_runner: EngineRunner | None = None
         self._active: Coordinator | None = None
@@ -681,7 +695,7 @@ class Publisher:
     def _drop_runner(self) -> None:
         """Let go of the engine, and of its group, if any; the next round makes another."""
         # Replace the runner first: its shutdown may fail, and no round may use it again.
-        runner, self._runner = self._runner, EngineRunner(*self._runner_args)
+        runner, self._runner = self._runner, self._make_runner()
         if not runner.abandoned:
             runner.shutdown()
 
@@ -693,7 +707,10 @@ class Publisher:
             self._knows_ranks = True
             is_spread = any(meta.owners or meta.placements for meta in metadata)
             if self._sharded is None and is_spread and self._may_gather:
-                self._sharded = ShardedSource(self._source, deadline_s=self._rules.deadline_s)
+                # Gathered first: a quantised weight is made of the whole one.
+                own = self._source
+                own = own.source if isinstance(own, QuantisedSource) else own
+                self._sharded = ShardedSource(own, deadline_s=self._rules.deadline_s)
                 self._sharded.known = metadata
             return self._sharded
 
@@ -706,7 +723,8 @@ class Publisher:
         source = self._runner.source
         if round_.is_own and (sharded := self._sharded_if(source.metadata)) is not None:
             sharded.begin(round_.version)
-            source.read_from(sharded)
+            own = self._source
+            source.read_from(own.reading(sharded) if isinstance(own, QuantisedSource) else sharded)
 
     def _on_packed(self) -> None:
         if self._sharded is not None:

@@ -139,6 +139,11 @@ class ShardedSource:
             self._group.deadline_s = deadline_s * OWN_SHARE
 
     @property
+    def tied_names(self) -> Sequence[str]:
+        """Further names of tensors that travel."""
+        return getattr(self._source, "tied_names", ())
+
+    @property
     def metadata(self) -> Sequence[ParamMeta]:
         """Metadata of the source; moves no data and asks no other rank."""
         # Kept for the pass that follows: reading it costs something per tensor.

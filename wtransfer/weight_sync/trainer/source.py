@@ -11,9 +11,11 @@ import torch
 from wtransfer.transport.tensors import PLAIN_TYPES
 from wtransfer.weight_sync.checkpoint_form import Formed, KnownForm, ModuleForm
 from wtransfer.weight_sync.storages import group_storages, only_tensors
+from wtransfer.weight_sync.trainer.quantised import quantised
 from wtransfer.weights import ParamMeta, WeightSource
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterator, Mapping, Sequence
 
     from torch import nn
@@ -51,6 +53,12 @@ class StateDictSource:
                 *(len(copied), len(tensors), f"{nbytes:,}", copied[0]),
             )
         return tensors
+
+    @property
+    def tied_names(self) -> list[str]:
+        """Further names of tensors that travel, under which they do not."""
+        ties = group_storages(self._tensors()).ties.values()
+        return [name for tied in ties for name in tied]
 
     @property
     def metadata(self) -> Sequence[ParamMeta]:
@@ -110,13 +118,23 @@ def _sharding(tensor: torch.Tensor) -> tuple[tuple[int, ...] | None, Any, tuple[
 
 
 def as_source(
-    model: nn.Module | Mapping[str, torch.Tensor] | WeightSource, form: Form | None = None
+    model: nn.Module | Mapping[str, torch.Tensor] | WeightSource,
+    form: Form | None = None,
+    base: str | os.PathLike[str] | None = None,
 ) -> WeightSource:
     """Return a source for a user's argument: a module, a mapping, or a source.
 
     Raises:
         TypeError: None of these; or a form of a source, which yields the form that it wants.
+        SourceError: The checkpoint `base` is none, or quantised in a way that cannot be made.
     """
+    source = _source_of(model, form)
+    return source if base is None else quantised(source, base)
+
+
+def _source_of(
+    model: nn.Module | Mapping[str, torch.Tensor] | WeightSource, form: Form | None
+) -> WeightSource:
     from collections.abc import Mapping as AnyMapping
 
     if isinstance(model, torch.nn.Module):

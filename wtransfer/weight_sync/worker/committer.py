@@ -11,8 +11,9 @@ import logging
 import os
 import time
 import weakref
+from collections import ChainMap
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wtransfer.calls import Changed, call_apart, check_process, close_at_exit, forget_frames
 from wtransfer.errors import (
@@ -27,8 +28,14 @@ from wtransfer.manifest import local_fingerprint
 from wtransfer.registry import hooks
 from wtransfer.transport.digests import digest
 from wtransfer.weight_sync.messages import ErrorInfo, Hello
+from wtransfer.weight_sync.worker.kept import KeptTensors
 from wtransfer.weight_sync.worker.participant import StagedUpdate
-from wtransfer.weight_sync.worker.schema import check_has, check_unchanged, schema_of
+from wtransfer.weight_sync.worker.schema import (
+    canonical_names,
+    check_has,
+    check_unchanged,
+    schema_of,
+)
 from wtransfer.weight_sync.worker.target import NotedTensors, StateDictTarget
 from wtransfer.weight_sync.worker.weight_state import WeightState
 from wtransfer.weight_version import process_weights
@@ -38,6 +45,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from wtransfer.manifest import Manifest
     from wtransfer.weight_sync.worker.joined import JoinedPublisher
     from wtransfer.weight_sync.worker.weight_state import Pending, WeightSet
     from wtransfer.weights import TensorSpec, WeightTarget
@@ -238,6 +246,42 @@ class Committer:
         last = self.weight_state.held.manifest
         return schema_of(last) if schema is None and last is not None else schema
 
+    @property
+    def scheme(self) -> str:
+        """How the target's weights are quantised; empty where it does not say."""
+        return getattr(self._target, "scheme", "")
+
+    def prove_kept(self, manifest: Manifest) -> None:
+        """Raise unless this worker has every tensor of an update that does not travel.
+
+        Raises:
+            DigestMismatchError: The first that it lacks, or has with other bytes.
+            SchemaError: The target does not tell what it has.
+        """
+        self._kept(manifest, self.weight_state.held.tensors)[0].prove()
+
+    def _kept(
+        self, manifest: Manifest, held: Mapping[str, torch.Tensor] | None
+    ) -> tuple[KeptTensors, bool]:
+        """Return an update's tensors that did not travel, and whether they are in memory.
+
+        Args:
+            manifest: The update.
+            held: The set that the model consists of; None: it is not kept.
+        """
+        target: Any = self._target
+        base = target.base() if hasattr(target, "base") else None
+        own: Mapping[str, torch.Tensor] | None = held if base is None else base
+        if own is None and isinstance(target, StateDictTarget):
+            own = target.present()
+        if own is None:
+            raise SchemaError(
+                f"{manifest.kept[0].piece.name!r} is not sent, and whether this worker has the "
+                "publisher's cannot be told: the checkpoint that it began with is not there or was "
+                "changed, and no update has brought it"
+            )
+        return KeptTensors(manifest, own, canonical_names(self.schema() or {})), base is None
+
     def notes(self) -> list[str]:
         """Return the notes on this worker for a publisher, before a round."""
         if self._keep_previous:
@@ -307,6 +351,9 @@ class Committer:
                 check_unchanged(held.judged, self.schema())
             if self._keep_previous and previous.tensors is None and not state.empty:
                 previous = replace(previous, tensors=self._target.capture())
+            if held.manifest is not None and held.manifest.kept:
+                handed.tensors = self._whole(held, previous)
+                pending = replace(pending, held=replace(held, tensors=handed.tensors))
             touched = True
             self._target.apply(handed)
             pending.update.seconds["commit"] = time.monotonic() - begun
@@ -329,6 +376,15 @@ class Committer:
             worker=self.name,
         )
         return None
+
+    def _whole(self, held: WeightSet, previous: WeightSet) -> Mapping[str, torch.Tensor]:
+        """Return all tensors of a set: those that did not travel as the set before has them."""
+        assert held.manifest is not None
+        assert held.tensors is not None
+        found, is_in_memory = self._kept(held.manifest, previous.tensors)
+        # In memory: the tensors themselves, without the sets before that they came with.
+        kept: Any = dict(found) if is_in_memory else found
+        return ChainMap(dict(held.tensors), kept)
 
     def _restore_previous(
         self,

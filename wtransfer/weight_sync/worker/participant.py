@@ -40,7 +40,12 @@ from wtransfer.weight_sync.messages import (
     Vote,
 )
 from wtransfer.weight_sync.worker.engine_runner import EngineRunner
-from wtransfer.weight_sync.worker.schema import canonical_names, check_fit, check_whole
+from wtransfer.weight_sync.worker.schema import (
+    canonical_names,
+    check_fit,
+    check_scheme,
+    check_whole,
+)
 from wtransfer.weight_sync.worker.staging import Staging
 from wtransfer.weight_sync.worker.weight_state import WeightSet
 
@@ -77,6 +82,13 @@ class Member(Protocol):
 
     def schema(self) -> Mapping[str, TensorSpec] | None:
         """Return the model's schema; None: a target without one."""
+
+    @property
+    def scheme(self) -> str:
+        """How the model's weights are quantised; empty where it does not say."""
+
+    def prove_kept(self, manifest: Manifest) -> None:
+        """Raise unless this worker has every tensor of an update that does not travel."""
 
     def notes(self) -> list[str]:
         """Return the notes on this worker for the publisher's report."""
@@ -151,6 +163,7 @@ class StagedUpdate:
             )
         runner.ensure()
         notes = member.notes()
+        check_scheme(manifest, member.scheme)
         schema = member.schema()
         casts = ""
         if schema is None:
@@ -158,7 +171,16 @@ class StagedUpdate:
         else:
             # A copy: a target may return its own mapping, and change it.
             schema = dict(schema)
-            casts = check_fit(manifest, schema, cast=member.cast, cast_hint=member.cast_hint)
+            casts = check_fit(
+                manifest,
+                schema,
+                cast=member.cast,
+                cast_hint=member.cast_hint,
+                scheme=member.scheme,
+            )
+        if manifest.kept:
+            # Before it accepts, with the model as it serves; and once more as they are applied.
+            member.prove_kept(manifest)
         if casts:
             notes.append("casts floating dtypes at commit")
         # The manifest of the layout: equal manifests of round after round are one object.

@@ -42,6 +42,7 @@ def check_fit(
     *,
     cast: bool,
     cast_hint: str = CAST_HINT,
+    scheme: str = "",
 ) -> str:
     """Raise unless every piece has its place in the target and every place gets its piece.
 
@@ -50,6 +51,7 @@ def check_fit(
         schema: The target.
         cast: True if one floating dtype may take another at apply.
         cast_hint: How to allow that, for errors.
+        scheme: How the target is quantised, for errors.
 
     Returns:
         Digest of the pieces to cast, and their dtypes; empty without casts.
@@ -64,15 +66,18 @@ def check_fit(
     wrong: list[str] = []
     casts: list[tuple[str, str]] = []
     would_cast = False
-    for piece in manifest.pieces:
+    kept = {each.piece.name for each in manifest.kept}
+    for piece in manifest.whole:
         name = names.get(piece.name)
         if name is not None:
             covered.add(name)
         spec = None if name is None else schema[name]
-        line = _mismatch(piece, spec, cast=cast)
+        # A tensor that stays is proven in the dtype that the target has.
+        is_sent = piece.name not in kept
+        line = _mismatch(piece, spec, cast=cast and is_sent)
         if line:
             wrong.append(line)
-            would_cast |= spec is not None and _mismatch(piece, spec, cast=True) is None
+            would_cast |= is_sent and spec is not None and _mismatch(piece, spec, cast=True) is None
         elif spec is not None and piece.dtype != dtype_name(spec.dtype):
             casts.append((piece.name, dtype_name(spec.dtype)))
     wrong += [
@@ -81,10 +86,20 @@ def check_fit(
         if name not in covered
     ]
     if wrong:
-        strange = [piece.name for piece in manifest.pieces if piece.name not in names]
+        strange = [piece.name for piece in manifest.whole if piece.name not in names]
         missing = [name for name in schema if name not in covered]
         hints = [f"the worker can be told to convert floating dtypes: {cast_hint}"] * would_cast
-        if strange and missing:
+        if scheme and not manifest.scheme:
+            hints.append(
+                f"the target is quantised as {scheme}; the publisher can quantise its weights in "
+                "the form of the checkpoint that the worker has, Publisher(base=FOLDER)"
+            )
+        if missing and not strange:
+            hints.append(
+                "tensors that the publisher does not hold can stay as they are in the checkpoint "
+                "that the worker was started with, Publisher(base=FOLDER)"
+            )
+        elif missing:
             hints.append(
                 f"the update has {_first(strange)}; the target wants {_first(missing)}: the "
                 "publisher can map its names and tensors to those of the target, "
@@ -92,6 +107,23 @@ def check_fit(
             )
         raise _schema_error(wrong, hints)
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(sorted(casts))) if casts else ""
+
+
+def check_scheme(manifest: Manifest, scheme: str) -> None:
+    """Raise if an update and a target state two ways of quantising.
+
+    Args:
+        manifest: The update.
+        scheme: The target's scheme; empty where it does not state one.
+
+    Raises:
+        SchemaError: Both are named. Where only one states a scheme, dtypes and shapes decide.
+    """
+    if manifest.scheme and scheme and manifest.scheme != scheme:
+        raise SchemaError(
+            f"the update is quantised as {manifest.scheme!r}, the target as {scheme!r}; give the "
+            "publisher the checkpoint that the worker was started with, Publisher(base=FOLDER)"
+        )
 
 
 def check_unchanged(judged: Mapping[str, TensorSpec], now: Mapping[str, TensorSpec] | None) -> None:
@@ -172,7 +204,7 @@ def _shown(spec: TensorSpec | None) -> str:
 def schema_of(manifest: Manifest) -> Mapping[str, TensorSpec]:
     """Return the schema of a target whose only form is that of its last update."""
     return {
-        piece.name: TensorSpec(torch_dtype(piece.dtype), piece.shape) for piece in manifest.pieces
+        piece.name: TensorSpec(torch_dtype(piece.dtype), piece.shape) for piece in manifest.whole
     }
 
 

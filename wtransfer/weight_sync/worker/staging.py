@@ -185,9 +185,11 @@ class Staging:
             SchemaError: Names of one tensor arrived with different bytes.
         """
         first: dict[str, str] = {}
-        for name in self._layout.names:
+        kept = {each.piece.name: each.digest for each in self._layout.manifest.kept}
+        digests = {**self._digests, **kept}
+        for name in (*self._layout.names, *kept):
             other = first.setdefault(canonical.get(name, name), name)
-            if self._digests[other] != self._digests[name]:
+            if digests[other] != digests[name]:
                 raise SchemaError(
                     f"{other!r} and {name!r} are one tensor in the target (tied weights) and came "
                     "with different bytes",

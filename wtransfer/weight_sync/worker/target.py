@@ -116,6 +116,8 @@ class StateDictTarget:
                         f"{list(staged.shape)}",
                         piece=name,
                     )
+                if _is_at(tensor, staged):
+                    continue  # It stays, and has nothing to be written.
                 if self._points(first_name, storages):
                     self._point(first_name, storages, staged, taken)
                 else:
@@ -276,6 +278,16 @@ def _whole(staged: torch.Tensor, like: torch.Tensor, taken: set[int]) -> torch.T
         staged = torch.from_numpy(byte_view(staged)).view(staged.dtype).view(staged.shape)
     taken.add(staged.data_ptr())
     return staged
+
+
+def _is_at(tensor: torch.Tensor, staged: torch.Tensor) -> bool:
+    """Return whether a staged tensor of the same shape is the very memory of the model's."""
+    return (
+        type(tensor) in PLAIN_TYPES
+        and tensor.data_ptr() == staged.data_ptr()
+        and tensor.dtype is staged.dtype
+        and tensor.stride() == staged.stride()
+    )
 
 
 def _overwrite(tensor: torch.Tensor, staged: torch.Tensor) -> None:

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from wtransfer.checkpoint.source import CheckpointSource
 from wtransfer.errors import SourceError
+from wtransfer.transport.digests import digest
 from wtransfer.weights import TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     import torch
+    from wtransfer.manifest import Algorithm
 
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 
@@ -77,6 +79,8 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         self._source = CheckpointSource(folder, sealed=False)
         self._tied = tied
         self._states = file_states(self._source.files)
+        self._names = frozenset(meta.name for meta in self._source.metadata)
+        self._digests: dict[tuple[str, Algorithm], str] = {}
 
     def schema(self) -> dict[str, TensorSpec]:
         """Return name -> dtype and shape, by the files' headers.
@@ -99,6 +103,15 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
             return file_states(self._source.files) == self._states
         except SourceError:
             return False
+
+    def digest(self, name: str, algorithm: Algorithm) -> str:
+        """Return a tensor's digest; it is read once, for the files are `unchanged`."""
+        if (name, algorithm) not in self._digests:
+            self._digests[name, algorithm] = digest(self._source.tensor(name), algorithm)
+        return self._digests[name, algorithm]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._source.tensor(name)

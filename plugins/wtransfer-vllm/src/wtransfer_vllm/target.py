@@ -10,6 +10,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
+from wtransfer.checkpoint.quantisation import scheme_name
 from wtransfer.weight_sync.worker.schema import canonical_names
 
 from wtransfer_vllm.checkpoint import find_checkpoint
@@ -53,6 +54,9 @@ class VllmTarget:
         tied = bool(configured or _shares_matrix(model))
         self._checkpoint = find_checkpoint(vllm_config, tied=tied)
         self._schema = None if self._checkpoint is None else self._checkpoint.schema()
+        settings = getattr(vllm_config.model_config.hf_config, "quantization_config", None)
+        self.scheme = scheme_name(settings if isinstance(settings, dict) else None)
+        """How the checkpoint's weights are quantised; empty also where vLLM quantises floats."""
         self._applied: Mapping[str, torch.Tensor] | None = None
         self._touched = False
         self._refusal: str | None = None
@@ -149,13 +153,15 @@ class VllmTarget:
             spec = schema.get(canonical.get(name, name))
             yield name, tensor if spec is None else tensor.to(spec.dtype)
 
-    def capture(self) -> Mapping[str, torch.Tensor] | None:
-        """Return the last applied set; before the first, the checkpoint on disk."""
-        if self._touched:
-            return self._applied
+    def base(self) -> Mapping[str, torch.Tensor] | None:
+        """Return the checkpoint on disk; None: it is not there, or was changed since."""
         if self._checkpoint is None or not self._checkpoint.unchanged():
             return None
         return self._checkpoint
+
+    def capture(self) -> Mapping[str, torch.Tensor] | None:
+        """Return the last applied set; before the first, the checkpoint on disk."""
+        return self._applied if self._touched else self.base()
 
     def forget(self) -> None:
         """Drop the last applied set: the model does not hold it any more."""
