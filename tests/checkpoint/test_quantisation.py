@@ -141,6 +141,7 @@ def test_checkpoint_that_is_not_quantised_has_no_scheme(checkpoint):
 
 def test_layers_that_the_scheme_ignores_are_those_that_the_files_have_as_floats(checkpoint):
     more = {"lm_head.weight": torch.ones(8, 4, dtype=torch.bfloat16)}
+    more["attention.mask"] = torch.ones(2, dtype=torch.uint8)
     scheme, forms = read_quantised(checkpoint(int8_layer(**more), compressed()))
     assert scheme.name == "compressed-tensors:int8:channel:symmetric"
     ((name, form),) = forms.items()

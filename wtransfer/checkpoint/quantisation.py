@@ -1,9 +1,10 @@
 """Quantised checkpoints: their scheme, by configuration and headers, and weights put into it.
 
 The schemes are one formula: each block of a weight is divided by its scale, which is the largest
-magnitude of the block by the largest value of the quantised dtype; blocks are rows, parts of rows,
+magnitude of the block by half the range of the quantised dtype; blocks are rows, parts of rows,
 squares, or all of the weight. Two schemes differ in blocks, dtypes and names only, and so need no
-file each. In the arithmetic of the compressed-tensors library: bit for bit what it writes.
+file each. In the arithmetic of the compressed-tensors library: bit for bit what it writes, without
+the library, which a trainer need not have.
 """
 
 from __future__ import annotations
@@ -35,10 +36,8 @@ KNOWN = "compressed-tensors of 8 bits (symmetric, not packed) and fp8, activatio
 
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized")
 _DTYPES = {"int": torch.int8, "float": torch.float8_e4m3fn}
-_QUANTISED = frozenset(
-    {torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2}
-)
-"""Dtypes of quantised or packed weights."""
+_QUANTISED = frozenset({torch.int8, torch.float8_e4m3fn, torch.float8_e5m2})
+"""Dtypes of quantised weights. Integers of other sizes are masks and counts, or are packed."""
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BITS = 8
 _MATRIX_NDIM = 2
