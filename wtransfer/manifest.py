@@ -147,6 +147,11 @@ class Manifest(msgspec.Struct, frozen=True):
             raise ManifestError(
                 f"{len(self.pieces)} pieces, at most {MAX_PIECES} are allowed in one update"
             )
+        if not isinstance(self.scheme, str) or len(self.scheme) > MAX_SCHEME_LENGTH:
+            raise ManifestError(
+                f"the scheme {_short(self.scheme)} is no text of at most {MAX_SCHEME_LENGTH} "
+                "characters"
+            )
         for piece in self.pieces:
             piece.check()
         self._check_unique()
