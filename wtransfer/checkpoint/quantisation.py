@@ -121,9 +121,11 @@ def scheme_of(settings: Mapping[str, Any]) -> Scheme:
 
 
 def _compressed_tensors(settings: Mapping[str, Any]) -> Scheme:
-    for name in ("sparsity_config", "transform_config", "kv_cache_scheme"):
-        if settings.get(name):
-            raise _cannot(f"a checkpoint with a {name}")
+    # Checkpoints that are not sparse may say so, and how sparse they happen to be.
+    is_sparse = (settings.get("sparsity_config") or {}).get("format", "dense") != "dense"
+    odd = [name for name in ("transform_config", "kv_cache_scheme") if settings.get(name)]
+    if is_sparse or odd:
+        raise _cannot(f"a checkpoint with a {odd[0] if odd else 'sparsity_config'}")
     groups = [each for each in settings["config_groups"].values() if each.get("weights")]
     found = {_of_group(each, settings.get("format")) for each in groups}
     if len(found) != 1:
@@ -348,7 +350,7 @@ class QuantisedTensor:
 
 
 def scales_of(weight: torch.Tensor, scheme: Scheme, form: ParamMeta) -> torch.Tensor:
-    """Return the scales of a weight: of each block its largest magnitude by that of the dtype.
+    """Return the scales of a weight, of the largest magnitude of each block.
 
     Args:
         weight: The weight; NaN and infinity in it are there in the scale of its block.
