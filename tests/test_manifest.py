@@ -141,6 +141,19 @@ def test_no_plan_of_a_peer_does_harm(pieces):
 
 
 # FAULTS 7: the frame is honest, the msgpack inside it announces 2^31 entries.
+@pytest.mark.parametrize("scheme", ["x" * 129, 8, None])
+def test_a_scheme_that_is_no_short_text_is_refused(scheme):
+    Manifest(PIECES, scheme="x" * 128).check()
+    with pytest.raises(ManifestError, match="is no text of at most 128 characters"):
+        Manifest(PIECES, scheme=scheme).check()
+
+
+def test_scheme_is_part_of_the_identity_and_not_of_the_fingerprint():
+    plain, named = Manifest(PIECES), Manifest(PIECES, scheme="fp8:block128x128")
+    assert plain.identity() != named.identity()
+    assert fingerprint(plain, DIGESTS) == fingerprint(named, DIGESTS)
+
+
 def test_a_plan_that_announces_billions_of_pieces_costs_nothing():
     honest = msgspec.msgpack.encode({"round_id": "r", "version": "v", "manifest": {"pieces": []}})
     body = honest[:-1] + b"\xdd\x7f\xff\xff\xff"

@@ -164,6 +164,11 @@ class Manifest(msgspec.Struct, frozen=True):
             raise ManifestError(
                 f"{len(whole)} pieces, at most {MAX_PIECES} are allowed in one update"
             )
+        if not isinstance(self.scheme, str) or len(self.scheme) > MAX_SCHEME_LENGTH:
+            raise ManifestError(
+                f"the scheme {_short(self.scheme)} is no text of at most {MAX_SCHEME_LENGTH} "
+                "characters"
+            )
         for piece in whole:
             piece.check()
         for each in self.kept:

@@ -80,6 +80,10 @@ REFUSED = {
     "two ways": (two(compressed()), "in one way.*int8:channel.*int8:tensor"),
     "no way": (compressed(config_groups={}), "in one way; this has none"),
     "KV cache": (compressed(kv_cache_scheme={"num_bits": 8}), "with a kv_cache_scheme"),
+    "sparse": (
+        compressed(sparsity_config={"format": "sparse-24-bitmask", "targets": ["Linear"]}),
+        "with a sparsity_config",
+    ),
     "rotated": (compressed(transform_config={"config_groups": {}}), "with a transform_config"),
     "no group": (compressed({"strategy": "group"}), "scales by 'group', of size"),
     "tokens": (compressed({"strategy": "token"}), "scales by 'token'"),
@@ -131,6 +135,11 @@ def test_scheme_that_follows_from_no_weights_is_refused_with_what_it_has(case):
     assert scheme_name(settings) == settings.get("quant_method", "unknown")
 
 
+def test_checkpoint_that_says_that_it_is_dense_and_how_it_was_measured_is_known():
+    said = compressed({"observer": "mse"}, sparsity_config={"format": "dense"}, transform_config={})
+    assert scheme_of(said) == scheme_of(compressed())
+
+
 def test_checkpoint_that_is_not_quantised_has_no_scheme(checkpoint):
     folder = checkpoint({"layer.weight": torch.ones(2, 2)}, None)
     assert read_quantised(folder) is None
@@ -141,6 +150,7 @@ def test_checkpoint_that_is_not_quantised_has_no_scheme(checkpoint):
 
 def test_layers_that_the_scheme_ignores_are_those_that_the_files_have_as_floats(checkpoint):
     more = {"lm_head.weight": torch.ones(8, 4, dtype=torch.bfloat16)}
+    more["attention.mask"] = torch.ones(2, dtype=torch.uint8)
     scheme, forms = read_quantised(checkpoint(int8_layer(**more), compressed()))
     assert scheme.name == "compressed-tensors:int8:channel:symmetric"
     ((name, form),) = forms.items()

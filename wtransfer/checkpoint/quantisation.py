@@ -1,9 +1,10 @@
 """Quantised checkpoints: their scheme, by configuration and headers, and weights put into it.
 
 The schemes are one formula: each block of a weight is divided by its scale, which is the largest
-magnitude of the block by the largest value of the quantised dtype; blocks are rows, parts of rows,
+magnitude of the block by half the range of the quantised dtype; blocks are rows, parts of rows,
 squares, or all of the weight. Two schemes differ in blocks, dtypes and names only, and so need no
-file each. In the arithmetic of the compressed-tensors library: bit for bit what it writes.
+file each. In the arithmetic of the compressed-tensors library: bit for bit what it writes, without
+the library, which a trainer need not have.
 """
 
 from __future__ import annotations
@@ -35,10 +36,8 @@ KNOWN = "compressed-tensors of 8 bits (symmetric, not packed) and fp8, activatio
 
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized")
 _DTYPES = {"int": torch.int8, "float": torch.float8_e4m3fn}
-_QUANTISED = frozenset(
-    {torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2}
-)
-"""Dtypes of quantised or packed weights."""
+_QUANTISED = frozenset({torch.int8, torch.float8_e4m3fn, torch.float8_e5m2})
+"""Dtypes of quantised weights. Integers of other sizes are masks and counts, or are packed."""
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BITS = 8
 _MATRIX_NDIM = 2
@@ -122,9 +121,11 @@ def scheme_of(settings: Mapping[str, Any]) -> Scheme:
 
 
 def _compressed_tensors(settings: Mapping[str, Any]) -> Scheme:
-    for name in ("sparsity_config", "transform_config", "kv_cache_scheme"):
-        if settings.get(name):
-            raise _cannot(f"a checkpoint with a {name}")
+    # Checkpoints that are not sparse may say so, and how sparse they happen to be.
+    is_sparse = (settings.get("sparsity_config") or {}).get("format", "dense") != "dense"
+    odd = [name for name in ("transform_config", "kv_cache_scheme") if settings.get(name)]
+    if is_sparse or odd:
+        raise _cannot(f"a checkpoint with a {odd[0] if odd else 'sparsity_config'}")
     groups = [each for each in settings["config_groups"].values() if each.get("weights")]
     found = {_of_group(each, settings.get("format")) for each in groups}
     if len(found) != 1:
@@ -349,7 +350,7 @@ class QuantisedTensor:
 
 
 def scales_of(weight: torch.Tensor, scheme: Scheme, form: ParamMeta) -> torch.Tensor:
-    """Return the scales of a weight: of each block its largest magnitude by that of the dtype.
+    """Return the scales of a weight, of the largest magnitude of each block.
 
     Args:
         weight: The weight; NaN and infinity in it are there in the scale of its block.

@@ -56,16 +56,29 @@ def target(model, tmp_path):
     return make_target(model, tmp_path, CHECKPOINT)
 
 
-def make_target(model, folder, checkpoint):
+def make_target(model, folder, checkpoint, **hf_config):
     bag = types.SimpleNamespace
     save_file(checkpoint, folder / "model.safetensors")
     return VllmTarget(
         model,
         bag(
-            model_config=bag(model=str(folder), hf_config=bag(), dtype=torch.float32),
+            model_config=bag(model=str(folder), hf_config=bag(**hf_config), dtype=torch.float32),
             load_config=bag(load_format="auto"),
         ),
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "scheme"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8:block128x128"),
+        ({"quant_method": "awq", "bits": 4}, "awq"),
+        (None, ""),
+    ],
+)
+def test_target_states_how_its_checkpoint_is_quantised(model, tmp_path, settings, scheme):
+    given = {} if settings is None else {"quantization_config": settings}
+    assert make_target(model, tmp_path, CHECKPOINT, **given).scheme == scheme
 
 
 def held(model):
