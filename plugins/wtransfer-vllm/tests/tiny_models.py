@@ -91,7 +91,7 @@ def make(
     tensors = weights(seed, tied=tied, layers=layers, hidden=hidden)
     tensors.pop(without, None)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
     return folder
 
 
@@ -120,12 +120,13 @@ def make_twin(folder: Path, config: dict[str, object], seed: int) -> Path:
     asked = folder / "asked"
     asked.mkdir(parents=True)
     (asked / "config.json").write_text(json.dumps(config))
-    _write_tokenizer(asked)
+    write_tokenizer(asked)
     twins.make_twin(asked, folder / "model", seed)
     return folder / "model"
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
