@@ -1,14 +1,14 @@
 """Checking a model: its twins, what is compared, and faults that no proof of parameters sees."""
 
+import contextlib
 import json
-import os
-import subprocess
-import sys
 import time
 
+import architectures
 import pytest
 import stale_state
 import torch
+from architectures import DEEPSEEK, INT8, MOE, SIZES, check
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from tiny_models import make
@@ -16,89 +16,19 @@ from tiny_models import make
 from wtransfer_vllm import check as checking
 from wtransfer_vllm import twins
 
-SIZES = {
-    "vocab_size": 320,
-    "hidden_size": 128,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 256,
-    "max_position_embeddings": 1024,
-    "bos_token_id": 256,
-    "eos_token_id": 257,
-    "pad_token_id": None,
-    "dtype": "bfloat16",
-}
-MOE = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-DEEPSEEK = {
-    "n_routed_experts": 64,
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "moe_intermediate_size": 64,
-    "first_k_dense_replace": 3,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 64,
-    "q_lora_rank": 64,
-    "qk_rope_head_dim": 32,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
-    "num_nextn_predict_layers": 1,
-}
-INT8 = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "quantization_status": "compressed",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
-            "input_activations": {
-                "num_bits": 8,
-                "type": "int",
-                "strategy": "token",
-                "symmetric": True,
-                "dynamic": True,
-            },
-        }
-    },
-}
-
 
 @pytest.fixture
 def model(tmp_path):
     """Maker of a folder with a configuration, and nothing else."""
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
 
     def write(model_type, architecture, quantisation=None, **settings):
-        config = transformers.AutoConfig.for_model(model_type, **(SIZES | settings))
-        config.architectures = [architecture]
-        folder = tmp_path / model_type
-        config.save_pretrained(folder)
         if quantisation:
-            written = json.loads((folder / "config.json").read_text())
-            text = json.dumps(written | {"quantization_config": quantisation})
-            (folder / "config.json").write_text(text)
-        return folder
+            settings |= {"quantization_config": quantisation}
+        folder = tmp_path / model_type
+        return architectures.write_model(folder, model_type, architecture, settings)
 
     return write
-
-
-def check(model, *options, env=None):
-    """Run the command on a model; return its exit code and its document."""
-    command = [sys.executable, "-m", "wtransfer_vllm.check", str(model), "--json", *options]
-    done = subprocess.run(
-        [*command, "--vllm", '{"enforce_eager": true, "kv_cache_memory_bytes": 67108864}'],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.stdout, done.stderr
-    return done.returncode, json.loads(done.stdout)
 
 
 def run(*arguments):
@@ -178,6 +108,23 @@ def test_twin_is_quantised_as_its_model_by_scales_of_its_own_weights(model, tmp_
     assert config["quantization_config"] == INT8
 
 
+def test_experts_are_counted_in_the_model_and_told_as_its_checkpoint_has_them(model):
+    each = model("qwen3_moe", "Qwen3MoeForCausalLM", **MOE)
+    own = ["model.layers.0.mlp.gate.weight", "model.layers.0.mlp.experts.0.up_proj.weight"]
+    assert twins.experts_of(each, own) == "16 experts, one tensor each"
+    packed = ["model.layers.0.mlp.experts.gate_up_proj"]
+    assert twins.experts_of(each, packed) == "16 experts, packed in one tensor"
+    assert twins.experts_of(each, own[:1]) is None
+
+
+def test_trainers_model_has_the_values_of_the_twin(model, tmp_path):
+    folder = model("llama", "LlamaForCausalLM")
+    twins.make_twin(folder, tmp_path / "A", 1)
+    tensors = load_file(tmp_path / "A" / "model.safetensors")
+    held = twins.make_trained(folder, 1).state_dict()
+    assert all(torch.equal(held[name], tensors[name]) for name in tensors)
+
+
 def test_disturbed_copy_differs_in_floats_and_in_packed_rows_and_links_the_rest(tmp_path):
     folder = make(tmp_path / "model", 1)
     file = folder / "model.safetensors"
@@ -242,6 +189,29 @@ def test_engine_that_ends_or_hangs_is_named_with_the_end_of_its_log(tmp_path, mo
         assert time.monotonic() - begun < 30
 
 
+def test_engine_that_does_not_start_is_shown_with_the_causes_in_its_log(tmp_path, monkeypatch):
+    from wtransfer_vllm import check_engine
+
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(check_engine, "__name__", "stand_in")
+    (tmp_path / "stand_in.py").write_text(
+        "import os, sys\n"
+        "print('E 1 ModuleNotFoundError: No module named x')\n"
+        "print('ValueError: failed')\n"
+        "sys.stdout.flush()\n"
+        """os.write(int(sys.argv[1]), b'{"error": "ValueError: failed"}\\n')\n"""
+    )
+    with (
+        contextlib.closing(check_engine.EngineProcess("fresh", tmp_path, {}, 60)) as engine,
+        pytest.raises(check_engine.EngineError) as raised,
+    ):
+        engine.facts()
+    assert str(raised.value).splitlines() == [
+        "ValueError: failed",
+        "ModuleNotFoundError: No module named x",
+    ]
+
+
 # -- what is compared
 
 
@@ -282,23 +252,55 @@ def test_refused_update_ends_the_updates_and_what_serves_is_compared(
 ):
     updated = Engine(1)
 
-    def refuse(self, label):
+    def refuse(self, label, source):
         updated.weights = touched
         return "layer 'x' takes no update"
 
+    monkeypatch.setattr(checking, "CheckpointSource", lambda folder: folder)
     monkeypatch.setattr(checking.Comparison, "_publish", refuse)
     facts = dict.fromkeys(checking.FACTS, "x")
     facts |= {"vocab_size": 9, "special_tokens": [3], "max_model_len": 64}
     engines = checking.Engines(updated, Engine(2), facts, "no KV connector")
-    document = checking.Comparison(engines, tmp_path, {}).run()
+    document = checking.Comparison(engines, tmp_path, {}, pytest.fail).run()
     assert document["result"] == result
     assert [(row["name"], row["result"]) for row in document["rows"]] == [
         ("update", "refused"),
         ("serves on", serves_on),
         ("KV of a fresh engine", "refused"),
         ("KV of the updated engine", "refused"),
+        ("update by transformers", "not run"),
     ]
     assert document["rows"][0]["why"] == "layer 'x' takes no update"
+
+
+@pytest.mark.parametrize(
+    ("weights", "why", "result"),
+    [
+        ("A", None, "right"),
+        ("B", None, "WRONG"),
+        ("B", "it does not fit", "refused"),
+        ("A", "it does not fit", "WRONG"),
+    ],
+)
+def test_update_of_a_trainers_own_model_is_compared_last(
+    monkeypatch, tmp_path, weights, why, result
+):
+    values, updated, trained = {"A": 1, "B": 2}, Engine(1), object()
+
+    def publish(self, label, source):
+        updated.weights = values[weights if source is trained else label]
+        return why if source is trained else None
+
+    monkeypatch.setattr(checking, "CheckpointSource", lambda folder: folder)
+    monkeypatch.setattr(checking.Comparison, "_publish", publish)
+    facts = dict.fromkeys(checking.FACTS, "x")
+    facts |= {"vocab_size": 9, "special_tokens": [3], "max_model_len": 64}
+    engines = checking.Engines(updated, Engine(2), facts, "no KV connector")
+    document = checking.Comparison(engines, tmp_path, {}, lambda: trained).run()
+    assert [row["result"] for row in document["rows"]] == ["right"] * 3 + ["refused"] * 2 + [result]
+    assert document["rows"][-1]["name"] == "update by transformers"
+    # A form that does not fit is no failure of updates in the checkpoint's.
+    assert document["result"] == ("WRONG" if result == "WRONG" else "right")
 
 
 @pytest.mark.parametrize(
@@ -319,67 +321,38 @@ ROWS = [
     "second update",
     "KV of a fresh engine",
     "KV of the updated engine",
+    architectures.TRAINED,
 ]
 nightly = pytest.mark.nightly
 
 
-SINGLE = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
-MODELS = {
-    # Experts that are packed once, and a loader that copies past weight loaders: in each run.
-    "qwen3_moe": ("Qwen3MoeForCausalLM", MOE),
-    "gpt_oss": (
-        "GptOssForCausalLM",
-        MOE | SINGLE | {"num_local_experts": 4, "sliding_window": 128},
-    ),
-    "llama": ("LlamaForCausalLM", {}),
-    "gpt2": ("GPT2LMHeadModel", {"n_embd": 128, "n_head": 4, "n_layer": 2, "n_positions": 1024}),
-    "gemma3_text": ("Gemma3ForCausalLM", SINGLE | {"tie_word_embeddings": True}),
-    "deepseek_v3": (
-        "DeepseekV3ForCausalLM",
-        DEEPSEEK
-        | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "first_k_dense_replace": 1}
-        # The widths that vLLM's MLA has kernels for.
-        | {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
-    ),
-    "qwen3_next": (
-        "Qwen3NextForCausalLM",
-        MOE
-        | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-        | {"head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
-        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-        | {"shared_expert_intermediate_size": 64},
-    ),
-}
-"""Type of model -> its architecture and settings."""
-IN_EACH_RUN = ("qwen3_moe", "gpt_oss")
-WITHOUT_KV = ("qwen3_next",)
-"""Models whose KV cache of several kinds no connector takes: vLLM refuses to start with one."""
+# Experts that are packed once, and a loader that copies past weight loaders.
+IN_EACH_RUN = ("Qwen3-MoE", "gpt-oss")
 
 
 @pytest.mark.live
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(
-    "model_type",
-    [pytest.param(name, marks=() if name in IN_EACH_RUN else nightly) for name in MODELS],
+    "name",
+    [
+        pytest.param(each, marks=() if each in IN_EACH_RUN else nightly)
+        for each in architectures.CASES
+    ],
 )
-def test_model_is_right_in_every_row(model, model_type):
-    architecture, settings = MODELS[model_type]
-    code, document = check(model(model_type, architecture, **settings))
-    kv = "refused" if model_type in WITHOUT_KV else "right"
-    assert [(row["name"], row["result"]) for row in document["rows"]] == [
-        (name, kv if name.startswith("KV") else "right") for name in ROWS
-    ]
-    assert (code, document["exit_code"]) == (0, 0)
-    assert document["model_class"] == architecture
-
-
-@pytest.mark.live
-@nightly
-@pytest.mark.timeout(1000)
-def test_quantised_model_is_right_in_every_row(model):
-    code, document = check(model("llama", "LlamaForCausalLM", INT8))
-    assert (code, [row["result"] for row in document["rows"]]) == (0, ["right"] * len(ROWS))
-    assert document["quantisation"] == "compressed-tensors"
+def test_results_are_those_of_the_table(tmp_path, name):
+    code, document = architectures.check_case(tmp_path / "model", name)
+    found = architectures.results_of(document)
+    shown = json.loads(architectures.FOUND.read_text())[name]
+    assert {column: result for column, (result, _) in found.items()} == {
+        column: shown[column][0] for column in found
+    }
+    assert code == document["exit_code"] == (2 if "error" in document else 0)
+    if code == 0:
+        assert found["update"][0] == "right"
+        assert [row["name"] for row in document["rows"]] == ROWS
+        assert document["model_class"] == architectures.CASES[name][1]
+        facts = {document["experts"], document["quantisation"]} - {None}
+        assert facts < set(shown["kind"])
 
 
 @pytest.mark.live
@@ -387,7 +360,8 @@ def test_quantised_model_is_right_in_every_row(model):
 @pytest.mark.timeout(1000)
 def test_model_itself_is_checked_against_a_disturbed_copy(tmp_path):
     code, document = check(make(tmp_path / "model", 1), "--full")
-    assert (code, [row["result"] for row in document["rows"]]) == (0, ["right"] * len(ROWS))
+    results = [row["result"] for row in document["rows"]]
+    assert (code, results) == (0, ["right"] * (len(ROWS) - 1) + ["not run"])
 
 
 @pytest.mark.live

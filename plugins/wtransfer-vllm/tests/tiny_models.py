@@ -126,6 +126,7 @@ def make_twin(folder: Path, config: dict[str, object], seed: int) -> Path:
 
 
 def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import math
@@ -31,16 +32,25 @@ from wtransfer.errors import WTransferError
 from wtransfer.weight_sync.trainer.publisher import Publisher
 
 from wtransfer_vllm.check_engine import EngineProcess
-from wtransfer_vllm.twins import CheckError, copy_nbytes, disturb, make_twin
+from wtransfer_vllm.twins import (
+    CheckError,
+    copy_nbytes,
+    disturb,
+    experts_of,
+    make_trained,
+    make_twin,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 Prompts = list[list[int]]
 """Tokens of each prompt."""
 Answers = list[dict[str, Any]]
 """For each prompt: its tokens, and the other probable tokens at each step."""
 
+TWINS = {"A": 1, "B": 2}
+"""Seed of each twin."""
 NUM_TOKENS = 16
 """Tokens of an answer."""
 PROMPT_LENGTHS = (5, 40, 200)
@@ -53,13 +63,14 @@ POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "m
 DEFAULTS: dict[str, Any] = {
     # Found where the engine runs: KV cache has the name of its model as vLLM was given it.
     "model": "model",
-    "skip_tokenizer_init": True,
     "disable_log_stats": False,
     "kv_cache_memory_bytes": 256 << 20,
     # Two engines run at a time.
     "gpu_memory_utilization": 0.4,
 }
 """Arguments of ``vllm.LLM``, where ``--vllm`` has no others."""
+TRAINED = "update by transformers"
+"""Name of the row of an update from a trainer's own model."""
 CONNECTOR = "SharedStorageConnector"
 LEAST_TOLERANCE = 1e-3
 """Difference of log probabilities up to which they are equal, on any engine."""
@@ -68,7 +79,8 @@ NUM_REPEATS = 3
 MARGIN = 2.0
 """Tolerance, relative to the difference between an engine's own answers to the same prompts."""
 EXIT_CODES = {"right": 0, "WRONG": 1, "not checked": 2, "refused": 3}
-FACTS = ("model_class", "quantisation", "dtype", "vllm")
+FACTS = ("model_class", "quantisation", "dtype", "kv_cache", "vllm", "transformers")
+"""Facts of the engines, found where they run, that the document has."""
 
 
 @dataclass
@@ -135,7 +147,10 @@ def check(
             tempfile.TemporaryDirectory(prefix="wtransfer-check-") as folder,
             contextlib.ExitStack() as stack,
         ):
-            _make_models(_find(model), Path(folder), full=full)
+            place = _find(model)
+            _make_models(place, Path(folder), full=full)
+            names = [each.name for each in CheckpointSource(Path(folder) / "A" / "model").metadata]
+            document["experts"] = experts_of(place, names)
             options = {"weight_transfer_config": {"backend": backend}} | arguments
             engines = _start(stack, Path(folder), options, timeout_s)
             publishing = {
@@ -144,7 +159,8 @@ def check(
                 "hosts": [engines.updated],
                 "deadline_s": timeout_s,
             }
-            document |= Comparison(engines, Path(folder), publishing).run()
+            trained = None if full else functools.partial(make_trained, place, TWINS["A"])
+            document |= Comparison(engines, Path(folder), publishing, trained).run()
     except EndSignal as ended:
         sys.exit(ended.exit_code)
     except WTransferError as error:
@@ -193,20 +209,20 @@ def _make_models(model: Path, folder: Path, *, full: bool) -> None:
         CheckError: The models cannot be made.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    places = [folder / name / "model" for name in "AB"]
+    places = {name: folder / name / "model" for name in TWINS}
     if full:
         gigabytes = copy_nbytes(model) / 1e9
         click.echo(f"writing a disturbed copy, {gigabytes:.1f} GB, below {folder}", err=True)
-        places[0].parent.mkdir()
-        places[0].symlink_to(model)
-        disturb(model, places[1])
+        places["A"].parent.mkdir()
+        places["A"].symlink_to(model)
+        disturb(model, places["B"])
     else:
         click.echo("making two twins", err=True)
         with contextlib.redirect_stderr(io.StringIO()):  # bars of progress
-            for seed, place in enumerate(places, start=1):
-                make_twin(model, place, seed)
+            for name, place in places.items():
+                make_twin(model, place, TWINS[name])
     # Its KV cache has a name from the start.
-    seal(places[1], "B")
+    seal(places["B"], "B")
 
 
 def _start(
@@ -220,7 +236,12 @@ def _start(
     settings = json.loads((folder / "B" / "model" / "config.json").read_text())
     parts = [settings, *(each for each in settings.values() if isinstance(each, dict))]
     positions = [part[name] for part in parts for name in POSITIONS if part.get(name)]
-    options = DEFAULTS | {"max_model_len": min(MAX_MODEL_LEN, *positions)} | options
+    found = {
+        "max_model_len": min(MAX_MODEL_LEN, *positions),
+        # vLLM makes a processor of images, and that a tokenizer, though prompts are tokens.
+        "skip_tokenizer_init": not list((folder / "B" / "model").glob("*processor_config.json")),
+    }
+    options = DEFAULTS | found | options
     storage = {
         "kv_connector": CONNECTOR,
         "kv_role": "kv_both",
@@ -244,7 +265,7 @@ def _start(
         return start(options | {"kv_transfer_config": storage})
     except WTransferError as error:
         click.echo("starting two engines without one", err=True)
-        return start(options, str(error))
+        return start(options, f"vLLM does not start with {CONNECTOR}: {error}")
 
 
 class Comparison:
@@ -254,11 +275,18 @@ class Comparison:
         engines: Both engines.
         folder: Folder of their models.
         publishing: Arguments of a publisher to the engine that is updated.
+        make_trained: Makes model A as a trainer holds it; None: it is not made.
     """
 
-    def __init__(self, engines: Engines, folder: Path, publishing: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        engines: Engines,
+        folder: Path,
+        publishing: dict[str, Any],
+        make_trained: Callable[[], Any] | None = None,
+    ) -> None:
         self._updated, self._fresh, self._facts, self._kv_refusal = engines
-        self._folder, self._publishing = folder, publishing
+        self._folder, self._publishing, self._make_trained = folder, publishing, make_trained
         self._chance = random.Random(0)  # noqa: S311  # any tokens will do
         self._num_salts = 0
         self._tolerances: dict[str, float] = {}
@@ -292,7 +320,7 @@ class Comparison:
     def _rows(self, prompts: Prompts, expected: dict[str, Answers]) -> Iterator[Row]:
         served, is_refused = "A", False
         for name, label in (("update", "B"), ("way back", "A"), ("second update", "B")):
-            why = self._publish(label)
+            why = self._publish(label, CheckpointSource(self._folder / label / "model"))
             if why is not None:
                 is_refused = True
                 yield Row(name, "refused", why)
@@ -312,10 +340,18 @@ class Comparison:
                 yield Row(name, "not run", "an update was refused")
             else:
                 yield self._share_kv(name, writer, reader)
+        if is_refused:
+            yield Row(TRAINED, "not run", "an update was refused")
+        elif self._make_trained is None:
+            yield Row(TRAINED, "not run", "with --full no trainer's model is made")
+        else:
+            why = self._publish("A of transformers", self._make_trained())
+            served = "B" if why else "A"
+            row = self._compare(TRAINED, self._ask(self._updated, prompts), expected[served])
+            yield Row(TRAINED, "refused", why) if why and row.result == "right" else row
 
-    def _publish(self, label: str) -> str | None:
-        """Update the engine; return the reason of a refusal, if any."""
-        source = CheckpointSource(self._folder / label / "model")
+    def _publish(self, label: str, source: Any) -> str | None:
+        """Update the engine from what a publisher takes; return the reason of a refusal, if any."""
         try:
             with Publisher(source, **self._publishing) as publisher:
                 publisher.publish(label).raise_unless_ok()
@@ -417,12 +453,13 @@ def _shown(document: dict[str, Any]) -> str:
     """Return the result as people read it."""
     if "error" in document:
         return f"not checked: {document['error']}"
-    model_class, quantisation, dtype, release = (document[name] for name in FACTS)
     models = "the model and a disturbed copy" if document["full"] else "two twins"
     within = ", ".join(f"{each:.2g} ({kind})" for kind, each in document["tolerances"].items())
-    what = f"{model_class}, {quantisation or 'not quantised'}, {dtype}"
+    what = [document["model_class"], document["quantisation"] or "not quantised", document["dtype"]]
+    kinds = [document["experts"], f"KV cache groups: {document['kv_cache'] or 'not seen'}"]
     lines = [
-        f"{what}; vLLM {release}, backend {document['backend']}; {models}",
+        f"{', '.join(what)}; vLLM {document['vllm']}, backend {document['backend']}; {models}",
+        "; ".join(filter(None, kinds)),
         f"log probabilities are equal within {within}",
     ]
     for row in document["rows"]:

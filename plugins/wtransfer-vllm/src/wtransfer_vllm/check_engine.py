@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -38,6 +39,17 @@ CLOSE_S = 5.0
 """Time that an engine is given to end by itself, in seconds."""
 NUM_LOG_LINES = 15
 """Lines of an engine's log that an error shows."""
+CAUSE = re.compile(r"\b[\w.]+(?:Error|Exception): .*")
+"""An exception in an engine's log."""
+NUM_CAUSES = 3
+"""Exceptions of the log that the error of a failed start shows: the first ones."""
+KINDS = {
+    "FullAttentionSpec": "full attention",
+    "MLAAttentionSpec": "MLA",
+    "SlidingWindowSpec": "sliding window",
+    "MambaSpec": "linear attention",
+}
+"""vLLM's kind of KV cache -> its name for people."""
 RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
@@ -83,7 +95,13 @@ class EngineProcess(EngineClient):
 
     def facts(self) -> dict[str, Any]:
         """Wait for the start; return its facts, as `CheckedEngine.facts`. Raises as `do`."""
-        facts: dict[str, Any] = self._hear()
+        try:
+            facts: dict[str, Any] = self._hear()
+        except EngineError as error:
+            # vLLM raises another error than the cause, which its own processes have logged.
+            logged = CAUSE.findall(self._log.read_text(errors="replace"))
+            causes = [each for each in dict.fromkeys(logged) if each not in str(error)]
+            raise EngineError("\n".join([str(error), *causes[:NUM_CAUSES]])) from None
         return facts
 
     def do(self, order: str, *arguments: Any) -> Any:
@@ -155,6 +173,7 @@ class CheckedEngine:
 
     def facts(self) -> dict[str, Any]:
         """Return the facts of the check, and the bounds of prompts."""
+        import transformers
         import vllm
 
         config = self._llm.llm_engine.vllm_config.model_config
@@ -162,13 +181,28 @@ class CheckedEngine:
         special = [v for name, v in settings.items() if name.endswith(("token_id", "token_index"))]
         return {
             "model_class": (config.architectures or ["unknown"])[0],
-            "quantisation": config.quantization,
+            "quantisation": _quantisation(config),
+            "kv_cache": self._kv_cache(),
             "dtype": str(config.dtype).removeprefix("torch."),
             "vllm": vllm.__version__,
+            "transformers": transformers.__version__,
             "vocab_size": config.get_vocab_size(),
             "special_tokens": [each for each in special if isinstance(each, int)],
             "max_model_len": config.max_model_len,
         }
+
+    def _kv_cache(self) -> str | None:
+        """Return the groups of the KV cache, each with its number of layers.
+
+        None: the engine core is in another process.
+        """
+        core = getattr(self._llm.llm_engine.engine_core, "engine_core", None)
+        if core is None:
+            return None
+        groups = core.scheduler.kv_cache_config.kv_cache_groups
+        return ", ".join(
+            f"{_kind(each.kv_cache_spec)} x {len(each.layer_names)}" for each in groups
+        )
 
     def ask(self, prompts: list[list[int]], salt: str, max_tokens: int) -> list[dict[str, Any]]:
         """Return each prompt's most probable tokens, and the other probable ones at each step.
@@ -210,6 +244,26 @@ class CheckedEngine:
     def hits(self) -> float:
         """Return the number of tokens that have come by the connector."""
         return float(sum(each.value for each in self._llm.get_metrics() if each.name == HITS))
+
+
+def _quantisation(config: Any) -> str | None:
+    """Return the method, and the format of the checkpoint where its configuration has one."""
+    scheme = getattr(config.hf_config, "quantization_config", None) or {}
+    return " ".join(filter(None, [config.quantization, scheme.get("format")])) or None
+
+
+def _kind(spec: Any) -> str:
+    """Return the kind of a group's layers, or their kinds where vLLM has unified several."""
+    specs = getattr(spec, "kv_cache_specs", {"": spec}).values()
+    kinds = dict.fromkeys(_kind_of_layer(each) for each in specs)
+    return " and ".join(kinds)
+
+
+def _kind_of_layer(spec: Any) -> str:
+    name = type(spec).__name__
+    # vLLM keeps every token of a window's layer where a connector takes one group only.
+    is_kept_whole = name == "FullAttentionSpec" and spec.sliding_window is not None
+    return KINDS.get(name, name) + (" with windows kept whole" if is_kept_whole else "")
 
 
 def _main(descriptor: str, options: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import torch
 from wtransfer.errors import WTransferError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from torch import nn
@@ -36,9 +38,14 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 """Names of the number of experts in a configuration."""
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "top_k_experts")
 """Names of the number of experts that a token passes."""
+EXPERTS = re.compile(r"\.experts\.(\d+\.)?")
+"""Part of the name of an expert's tensor, with the number of the expert where it has its own."""
 PREDICTED = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """Names of the number of layers that predict further tokens: no weights of theirs are served."""
-BESIDE = ("token", "vocab", "merges", "generation_config", "preprocessor", "processor", "chat_temp")
+BESIDE = (
+    *("token", "vocab", "merges", "added_tokens", "special_tokens", "chat_temp"),
+    *("generation_config", "preprocessor", "processor", "video_preprocessor"),
+)
 """Prefixes of the names of files that a twin takes from its model."""
 
 
@@ -58,10 +65,7 @@ def make_twin(model: Path, into: Path, seed: int) -> None:
         CheckError: Twins of this model cannot be made.
     """
     config, quantisation = small_config(model)
-    # Parts that are not filled below are the same in every twin.
-    torch.manual_seed(0)
-    net = _build(config)
-    _fill(net, seed)
+    net = _random_net(config, seed)
     if quantisation is not None:
         _quantise(net, quantisation, seed)
     net.save_pretrained(into)
@@ -72,6 +76,33 @@ def make_twin(model: Path, into: Path, seed: int) -> None:
     for file in model.iterdir():
         if file.name.startswith(BESIDE) and file.is_file():
             shutil.copyfile(file, into / file.name)
+
+
+def make_trained(model: Path, seed: int) -> nn.Module:
+    """Return the twin of a seed as a trainer holds it: a model of transformers, not quantised.
+
+    Raises:
+        CheckError: Twins of this model cannot be made.
+    """
+    config, _ = small_config(model)
+    net: nn.Module = _random_net(config, seed)
+    return net
+
+
+def experts_of(model: Path, names: Iterable[str]) -> str | None:
+    """Return how many experts a model has, and how its checkpoint holds them; None: it has none.
+
+    Args:
+        model: Folder of the model.
+        names: Names of the checkpoint's tensors.
+    """
+    held = [found for name in names if (found := EXPERTS.search(name))]
+    if not held:
+        return None
+    settings = json.loads((model / "config.json").read_text())
+    parts = [settings, *(each for each in settings.values() if isinstance(each, dict))]
+    (number, *_) = [part[name] for part in parts for name in NUM_EXPERTS if part.get(name)] or ["?"]
+    return f"{number} experts, {'one tensor each' if held[0][1] else 'packed in one tensor'}"
 
 
 def small_config(model: Path) -> tuple[Any, dict[str, Any] | None]:
@@ -143,6 +174,14 @@ def disturb(model: Path, into: Path) -> None:
 def copy_nbytes(model: Path) -> int:
     """Return how many bytes of disk `disturb` takes."""
     return sum(file.stat().st_size for file in model.glob("*.safetensors"))
+
+
+def _random_net(config: Any, seed: int) -> Any:
+    # Parts that are not filled below are the same in every twin.
+    torch.manual_seed(0)
+    net = _build(config)
+    _fill(net, seed)
+    return net
 
 
 def _build(config: Any) -> Any:

@@ -1,0 +1,293 @@
+"""Architectures that were checked: kept in architectures.json, shown in README.md.
+
+python architectures.py [NAME...]    checks those that are named, or all, and writes both
+
+Each is a configuration of tiny sizes, for `wtransfer_vllm.check`; nothing comes from elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tiny_models import write_tokenizer
+
+HERE = Path(__file__).parent
+FOUND = HERE / "architectures.json"
+README = HERE.parent / "README.md"
+COLUMNS = ("update", "transformers' model", "KV connectors")
+PLACE = re.compile(r"(?<=<!-- architectures -->\n).*?(?=<!-- end -->)", re.DOTALL)
+
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 256,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": None,
+    "dtype": "bfloat16",
+}
+MOE = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+WINDOWED = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+DEEPSEEK = {
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 3,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 64,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "num_nextn_predict_layers": 1,
+}
+MLA = DEEPSEEK | {
+    "first_k_dense_replace": 1,
+    # The widths that vLLM's MLA has kernels for.
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+}
+VISION = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+            "input_activations": {
+                "num_bits": 8,
+                "type": "int",
+                "strategy": "token",
+                "symmetric": True,
+                "dynamic": True,
+            },
+        }
+    },
+}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+CASES = {
+    "Llama": ("llama", "LlamaForCausalLM", {}),
+    "Qwen3, tied": ("qwen3", "Qwen3ForCausalLM", {"tie_word_embeddings": True}),
+    "gpt2": (
+        "gpt2",
+        "GPT2LMHeadModel",
+        {"n_embd": 128, "n_head": 4, "n_layer": 2, "n_positions": 1024},
+    ),
+    "Qwen3-MoE": ("qwen3_moe", "Qwen3MoeForCausalLM", MOE),
+    "Mixtral": (
+        "mixtral",
+        "MixtralForCausalLM",
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        "GptOssForCausalLM",
+        WINDOWED | {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128},
+    ),
+    "DeepSeek-V2": (
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        MLA | {"topk_method": "group_limited_greedy", "n_shared_experts": 1},
+    ),
+    "DeepSeek-V3": (
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        MLA | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    ),
+    "Gemma 3": (
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        WINDOWED | {"tie_word_embeddings": True, "sliding_window": 128},
+    ),
+    "Mistral": ("mistral", "MistralForCausalLM", {"sliding_window": 128}),
+    "Qwen3-Next": (
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        MOE
+        | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+        | {"head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        | {"shared_expert_intermediate_size": 64},
+    ),
+    "Idefics3 (vision), by text": (
+        "idefics3",
+        "Idefics3ForConditionalGeneration",
+        {
+            "text_config": SIZES | {"model_type": "llama", "tie_word_embeddings": False},
+            "vision_config": VISION,
+            "image_token_id": 300,
+            "scale_factor": 2,
+        },
+    ),
+    "Llama, W8A8 int8 (compressed-tensors)": (
+        "llama",
+        "LlamaForCausalLM",
+        {"quantization_config": INT8},
+    ),
+    "Llama, int8 by vLLM": ("llama", "LlamaForCausalLM", {}),
+    "Qwen3-MoE, int8 by vLLM": ("qwen3_moe", "Qwen3MoeForCausalLM", MOE),
+    "Llama, block fp8": ("llama", "LlamaForCausalLM", {"quantization_config": FP8}),
+}
+"""Name in the table -> type of model, architecture, settings."""
+BY_VLLM = {"quantization": "int8_per_channel_weight_only"}
+ARGUMENTS = {
+    "Llama, int8 by vLLM": BY_VLLM,
+    "Qwen3-MoE, int8 by vLLM": BY_VLLM,
+}
+"""Name in the table -> arguments of vLLM, given by ``--vllm``."""
+FILES = {
+    "Idefics3 (vision), by text": {
+        "preprocessor_config.json": {"image_processor_type": "Idefics3ImageProcessor"},
+        "processor_config.json": {"processor_class": "Idefics3Processor"},
+    },
+}
+"""Name in the table -> further files of the model; beside them it has a tokenizer."""
+KV_ROWS = ("KV of a fresh engine", "KV of the updated engine")
+TRAINED = "update by transformers"
+
+
+def write_model(folder, model_type, architecture, settings):
+    """Write the configuration of a tiny model, and nothing else; return the folder."""
+    import transformers
+
+    more = dict(settings)
+    quantisation = more.pop("quantization_config", None)
+    config = transformers.AutoConfig.for_model(model_type, **(SIZES | more))
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
+    if quantisation:
+        file = folder / "config.json"
+        text = json.dumps(json.loads(file.read_text()) | {"quantization_config": quantisation})
+        file.write_text(text)
+    return folder
+
+
+def check(model, *options, env=None, **more):
+    """Run the command on a model; return its exit code and its document.
+
+    Args:
+        model: Folder of the model.
+        *options: Options of the command.
+        env: Variables beside those of this process.
+        **more: Arguments of vLLM.
+    """
+    arguments = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20} | more
+    command = [sys.executable, "-m", "wtransfer_vllm.check", str(model), "--json", *options]
+    done = subprocess.run(
+        [*command, "--vllm", json.dumps(arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def check_case(folder, name):
+    """Run the command on a case; return its exit code and its document."""
+    write_model(folder, *CASES[name])
+    for file, settings in FILES.get(name, {}).items():
+        (folder / file).write_text(json.dumps(settings))
+        write_tokenizer(folder)
+    return check(folder, **ARGUMENTS.get(name, {}))
+
+
+def results_of(document):
+    """Return what the table says of a document: result and reason by column."""
+    if "rows" not in document:
+        return {name: ["not checked", _first(document["error"])] for name in COLUMNS}
+    updates, kv, trained = [], [], []
+    for row in document["rows"]:
+        column = kv if row["name"] in KV_ROWS else trained if row["name"] == TRAINED else updates
+        column.append((row["result"], row["why"]))
+    worst = [
+        min(column, key=lambda each: ["WRONG", "refused", "not run", "right"].index(each[0]))
+        for column in (updates, trained, kv)
+    ]
+    return {name: [result, _first(why)] for name, (result, why) in zip(COLUMNS, worst, strict=True)}
+
+
+def _first(reason):
+    """Return a reason without its list, but for the first of it; None: there is none."""
+    lines = (reason or "").splitlines()
+    number = 2 if lines and lines[0].endswith(":") else 1
+    return " ".join(line.strip() for line in lines[:number]) or None
+
+
+def enter(name, document, *, versions):
+    """Enter what was found, and write the table anew."""
+    kind = [document.get(fact) for fact in ("experts", "quantisation", "kv_cache")]
+    found = {each: old for each, old in json.loads(FOUND.read_text()).items() if each in CASES}
+    found[name] = {"kind": [each for each in kind if each], **results_of(document), **versions}
+    FOUND.write_text(json.dumps(found, indent=2) + "\n")
+    # Once: right behind an empty place there is another, up to the end of the next table.
+    README.write_text(PLACE.sub(lambda _: made_of(found), README.read_text(), count=1))
+
+
+def made_of(found):
+    """Return the tables, one for each pair of versions, and the reasons that they refer to."""
+    lines, notes = [], []
+
+    def cell(result, reason):
+        if reason is None:
+            return result
+        if reason not in notes:
+            notes.append(reason)
+        return f"{result} ({notes.index(reason) + 1})"
+
+    by_versions = {}
+    for name in sorted(found, key=list(CASES).index):
+        versions = (found[name]["vllm"], found[name]["transformers"])
+        by_versions.setdefault(versions, []).append(name)
+    for (vllm, transformers), names in sorted(by_versions.items()):
+        lines += [f"vLLM {vllm} on a CPU, transformers {transformers}:", ""]
+        lines.append(f"| model | kind, KV cache groups | {' | '.join(COLUMNS)} |")
+        lines.append("|---" * (len(COLUMNS) + 2) + "|")
+        for name in names:
+            cells = [cell(*found[name][column]) for column in COLUMNS]
+            lines.append(f"| {name} | {'; '.join(found[name]['kind'])} | {' | '.join(cells)} |")
+        lines.append("")
+    lines += [f"{number}. {reason}" for number, reason in enumerate(notes, start=1)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main(names):
+    """Check the cases that are named, or all."""
+    import transformers
+    import vllm
+
+    versions = {"vllm": vllm.__version__, "transformers": transformers.__version__}
+    for name in names or CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            _, document = check_case(Path(folder) / "model", name)
+        enter(name, document, versions=versions)
+        print(name, document["result"], document["seconds"], flush=True)  # noqa: T201  # a script
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
