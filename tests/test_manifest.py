@@ -15,6 +15,7 @@ from wtransfer.manifest import (
     DTYPES,
     MAX_PIECES,
     Identities,
+    KeptPiece,
     Manifest,
     Piece,
     fingerprint,
@@ -173,6 +174,104 @@ def test_a_plan_whose_header_lies_about_its_pieces_is_refused(entries, expected)
     body = msgspec.msgpack.encode(Plan("r", "v", Manifest(PIECES)))
     with pytest.raises(expected):
         list(FrameReader(CODEC).feed(pack_frame(20, entries, body)))
+
+
+# -- kept pieces
+
+
+def as_kept(piece, digest):
+    return KeptPiece(piece, digest)
+
+
+@given(rows=rows, data=st.data())
+def test_what_is_kept_changes_no_fingerprint_and_travels_unchanged(rows, data):
+    kept = data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows)))
+    sent = [row for row, stays in zip(rows, kept, strict=True) if not stays]
+    parts = Manifest(
+        tuple(piece for piece, _ in sent),
+        kept=tuple(as_kept(*row) for row, stays in zip(rows, kept, strict=True) if stays),
+    )
+    parts.check()
+    whole = fingerprint(Manifest(tuple(piece for piece, _ in rows)), [each for _, each in rows])
+    assert fingerprint(parts, [each for _, each in sent]) == whole
+    assert parts.nbytes == sum(piece.nbytes for piece, _ in sent)
+    plan = Plan("round", "v1", parts)
+    assert list(FrameReader(CODEC).feed(CODEC.encode(plan))) == [plan]
+
+
+def test_another_kept_digest_is_another_manifest_and_another_set():
+    one, other = (Manifest(PIECES[:2], kept=(as_kept(PIECES[2], d),)) for d in DIGESTS[:2])
+    assert one.identity() != other.identity()
+    assert fingerprint(one, DIGESTS[:2]) != fingerprint(other, DIGESTS[:2])
+
+
+def test_a_digest_for_a_kept_piece_is_none_of_those_that_are_given():
+    with pytest.raises(ValueError, match="3 digests for 2 pieces"):
+        fingerprint(Manifest(PIECES[:2], kept=(as_kept(PIECES[2], DIGESTS[2]),)), DIGESTS)
+
+
+@pytest.mark.parametrize("digest", ["", "0" * 31, "0" * 33, "G" * 32, "A" * 32, "é" * 32, None])
+def test_a_kept_piece_without_a_digest_is_refused(digest):
+    with pytest.raises(ManifestError, match="expected 32 hexadecimal digits") as caught:
+        Manifest((), kept=(as_kept(PIECES[0], digest),)).check()
+    assert caught.value.piece == "embed"
+
+
+@pytest.mark.parametrize(
+    ("manifest", "text"),
+    [
+        (Manifest(PIECES, kept=(as_kept(PIECES[1], "0" * 32),)), "more than once, first 'norm'"),
+        (Manifest((), kept=(as_kept(Piece("a", "load", (1,)), "0" * 32),)), "not one of bool"),
+        (Manifest((), kept=(as_kept(Piece("a", "int8", (-1,)), "0" * 32),)), "integer >= 0"),
+        (
+            Manifest(
+                (Piece("a", "int8", (2**62,)),),
+                kept=(as_kept(Piece("b", "int8", (2**62 + 1,)), "0" * 32),),
+            ),
+            "larger than 2",
+        ),
+        (
+            Manifest((PIECES[0],) * MAX_PIECES, kept=(as_kept(PIECES[1], "0" * 32),)),
+            f"{MAX_PIECES + 1} pieces",
+        ),
+    ],
+    ids=["name-of-a-sent-one", "dtype", "dimension", "size-in-all", "number-in-all"],
+)
+def test_limits_hold_for_sent_and_kept_pieces_together(manifest, text):
+    with pytest.raises(ManifestError, match=text):
+        manifest.check()
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.binary(),
+        lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(), inner, max_size=3),
+        max_leaves=12,
+    )
+)
+def test_no_kept_piece_of_a_peer_does_harm(kept):
+    manifest = {"pieces": [], "kept": kept}
+    body = msgspec.msgpack.encode({"round_id": "r", "version": "v", "manifest": manifest})
+    entries = len(kept) if isinstance(kept, list) else 0
+    try:
+        (plan,) = FrameReader(CODEC).feed(pack_frame(20, entries, body))
+        plan.manifest.check()
+    except (ProtocolError, ManifestError):
+        return
+    assert all(len(piece.digest) == 32 for piece in plan.manifest.kept)
+
+
+def test_a_plan_whose_header_hides_its_kept_pieces_is_refused():
+    kept = tuple(as_kept(piece, "0" * 32) for piece in PIECES)
+    body = msgspec.msgpack.encode(Plan("r", "v", Manifest((), kept=kept)))
+    with pytest.raises(ProtocolError):
+        list(FrameReader(CODEC).feed(pack_frame(20, 0, body)))
+
+
+def test_kept_pieces_beyond_the_limit_are_refused_by_the_decoder():
+    kept = (as_kept(Piece("a", "bool", ()), "0" * 32),) * (MAX_PIECES + 1)
+    with pytest.raises(msgspec.ValidationError, match="length <= 262144"):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(Manifest((), kept=kept)), type=Manifest)
 
 
 # -- fingerprints

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import secrets
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -38,6 +39,7 @@ Algorithm = Literal["xxh3-128", "wsum64"]
 Coverage = Literal["full", "slice", "patch"]
 Digests = Annotated[list[str], msgspec.Meta(max_length=MAX_PIECES)]
 """Digests in plan order."""
+_HEXADECIMAL = re.compile(rf"[0-9a-f]{{{DIGEST_LENGTH}}}")
 WHOLE = "whole"
 """The slice of a piece that is the entire tensor."""
 
@@ -172,7 +174,7 @@ class Manifest(msgspec.Struct, frozen=True):
         for piece in whole:
             piece.check()
         for each in self.kept:
-            if len(each.digest) != DIGEST_LENGTH or not each.digest.isascii():
+            if not isinstance(each.digest, str) or not _HEXADECIMAL.fullmatch(each.digest):
                 raise ManifestError(
                     f"the digest of {each.piece.name!r} is {_short(each.digest)}, expected "
                     f"{DIGEST_LENGTH} hexadecimal digits",

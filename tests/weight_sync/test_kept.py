@@ -16,6 +16,7 @@ from wtransfer.errors import CommitError, DigestMismatchError, SchemaError, Sour
 from wtransfer.manifest import KeptPiece, Piece
 from wtransfer.testing.contents import contents
 from wtransfer.weight_sync.identity import module_fingerprint
+from wtransfer.weight_sync.trainer.source import StateDictSource
 from wtransfer.weight_sync.worker.target import StateDictTarget
 
 TOWER = ("tower.0", "tower.1", "tower.small")
@@ -172,8 +173,6 @@ def test_whole_update_that_fails_after_a_part_leaves_the_whole_set(fleet, base, 
 
         @property
         def metadata(self):
-            from wtransfer.weight_sync.trainer.source import StateDictSource
-
             return StateDictSource(self.tensors).metadata
 
         def iter_full(self):
@@ -320,14 +319,37 @@ def test_base_is_read_once_and_by_each_algorithm(base, monkeypatch):
     monkeypatch.setattr(
         checkpoint_._source, "tensor", lambda name: read.append(name) or tensor(name)
     )
-    sent = {"layer.0", "layer.1"}
+    sent = StateDictSource(trained(checkpoint())).metadata
     moved = []
-    found = checkpoint_.kept(sent, "xxh3-128", lambda: moved.append(1))
+    found = checkpoint_.kept(sent, (), "xxh3-128", lambda: moved.append(1))
     assert [each.piece.name for each in found] == sorted([*TOWER, HEAD])
     assert (len(read), len(moved)) == (4, 4)
-    assert checkpoint_.kept(sent, "xxh3-128", lambda: moved.append(1)) == found
+    assert checkpoint_.kept(sent, (), "xxh3-128", lambda: moved.append(1)) == found
     assert len(read) == 4
-    assert checkpoint_.kept(sent, "wsum64", lambda: None) != found
+    assert checkpoint_.kept(sent, (), "wsum64", lambda: None) != found
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"layer.9": torch.zeros(3, 4)}, r"has 'layer\.9', which the base does not have"),
+        ({"layer.0": torch.zeros(4, 3)}, r"float32 \[4, 3\], the base as float32 \[3, 4\]"),
+        (
+            {"layer.0": torch.zeros(3, 4, dtype=torch.int8)},
+            r"as int8 \[3, 4\], the base as float32",
+        ),
+    ],
+    ids=["name", "shape", "dtype"],
+)
+def test_tensor_that_the_base_does_not_have_so_is_refused_before_a_byte_moves(
+    fleet, base, wrong, words
+):
+    held = copied(checkpoint())
+    made = fleet(trained(checkpoint()) | wrong, base=base)
+    made.join(held)
+    with pytest.raises(SourceError, match=words):
+        made.publish("v1")
+    assert contents(held) == contents(checkpoint())
 
 
 def test_folder_without_a_checkpoint_is_refused_at_once(fleet, tmp_path):

@@ -15,7 +15,7 @@ from wtransfer.errors import (
     PeerError,
     StallError,
 )
-from wtransfer.manifest import Manifest, Piece, fingerprint
+from wtransfer.manifest import KeptPiece, Manifest, Piece, fingerprint
 from wtransfer.testing.contents import contents
 from wtransfer.testing.fakes import MemoryTrainerEngine
 from wtransfer.transport.channel import Dialer
@@ -267,6 +267,27 @@ def reconnect(rogue, shelf):
     assert rogue.accept().state == "fresh"
     rogue.init(shelf)
     rogue.mail.expect(Ready)
+
+
+# FAULTS 2
+@pytest.mark.parametrize(
+    ("num_sent", "kept", "error"),
+    [
+        (2, KeptPiece(Piece("b", "float32", (2, 2)), "0" * 32), "ManifestError"),
+        (1, KeptPiece(Piece("b", "float32", (2, 2)), "zero"), "ManifestError"),
+        (1, KeptPiece(Piece("b", "load", (2, 2)), "0" * 32), "ManifestError"),
+        (1, KeptPiece(Piece("b", "float32", (2, 2), "0:2"), "0" * 32), "ManifestError"),
+        (1, KeptPiece(Piece("b", "float32", (2, 2)), "0" * 32), "DigestMismatchError"),
+        (1, KeptPiece(Piece("b", "float32", (5,)), "0" * 32), "SchemaError"),
+        (2, KeptPiece(Piece("c", "float32", (4,)), "0" * 32), "SchemaError"),
+    ],
+)
+def test_a_plan_of_kept_pieces_that_the_worker_lacks_is_refused(
+    rogue, session, num_sent, kept, error
+):
+    rogue.say(Plan("r1", "v1", Manifest(MANIFEST.pieces[:num_sent], kept=(kept,))))
+    assert rogue.mail.expect(Refuse).error.kind == error
+    assert deliver(rogue, "r2", "v2").fingerprint == FINGERPRINT
 
 
 def test_only_the_last_manifest_of_a_connection_can_be_named(rogue, session, worker_model, shelf):

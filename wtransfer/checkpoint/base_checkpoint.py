@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from wtransfer.checkpoint.source import CheckpointSource
+from wtransfer.errors import SourceError
 from wtransfer.manifest import KeptPiece, Piece
 from wtransfer.transport.digests import digest
 from wtransfer.transport.tensors import dtype_name
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
 
     from wtransfer.manifest import Algorithm
+    from wtransfer.weights import ParamMeta
 
 
 class BaseCheckpoint:
@@ -29,26 +31,36 @@ class BaseCheckpoint:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         # Not by its seal: each of these tensors is read, once.
         self._source = CheckpointSource(folder, sealed=False)
+        self._metas = {meta.name: meta for meta in self._source.metadata}
         self._digests: dict[tuple[str, Algorithm], str] = {}
 
     def kept(
-        self, sent: Collection[str], algorithm: Algorithm, on_progress: Callable[[], None]
+        self,
+        sent: Sequence[ParamMeta],
+        tied: Collection[str],
+        algorithm: Algorithm,
+        on_progress: Callable[[], None],
     ) -> tuple[KeptPiece, ...]:
         """Return the tensors that stay, beside those that are sent.
 
         Args:
-            sent: Names of tensors that travel, and further names of the same tensors.
+            sent: Tensors that travel.
+            tied: Further names of these.
             algorithm: How tensors are digested.
             on_progress: Called after each tensor that was read.
 
         Raises:
-            SourceError: A tensor cannot be read.
+            SourceError: A tensor that travels is another one in the checkpoint, or is not in it; or
+                one that stays cannot be read.
 
         Cost: the first time reads what stays.
         """
+        for meta in sent:
+            self._check(meta)
+        travelling = {*(meta.name for meta in sent), *tied}
         found = []
-        for meta in self._source.metadata:
-            if meta.name in sent:
+        for meta in self._metas.values():
+            if meta.name in travelling:
                 continue
             key = (meta.name, algorithm)
             if key not in self._digests:
@@ -57,3 +69,21 @@ class BaseCheckpoint:
             piece = Piece(meta.name, dtype_name(meta.dtype), tuple(meta.shape))
             found.append(KeptPiece(piece, self._digests[key]))
         return tuple(found)
+
+    def _check(self, sent: ParamMeta) -> None:
+        own = self._metas.get(sent.name)
+        if own is None:
+            # By its right name it would stay, and never be updated.
+            raise SourceError(
+                f"the model has {sent.name!r}, which the base does not have (its first name is "
+                f"{next(iter(self._metas), None)!r}); names can be mapped, Publisher(form=...)",
+                piece=sent.name,
+            )
+        # A trainer may hold wider floats than the checkpoint; workers judge whether they cast.
+        floats = own.dtype.is_floating_point and sent.dtype.is_floating_point
+        if tuple(own.shape) != tuple(sent.shape) or not (floats or own.dtype == sent.dtype):
+            raise SourceError(
+                f"the model has {sent.name!r} as {dtype_name(sent.dtype)} {list(sent.shape)}, the "
+                f"base as {dtype_name(own.dtype)} {list(own.shape)}",
+                piece=sent.name,
+            )

@@ -180,7 +180,7 @@ def test_another_tower_is_refused_by_name_and_a_restarted_vllm_joins_again(
         with closing(Engine(tmp_path, model=str(base), **OPTIONS | BACKEND)) as engine:
             engine.invite(publisher)
             # It is brought the part that it missed, and proves the rest from its own checkpoint.
-            until(lambda: [each.state for each in publisher.workers()] == ["pending"])
+            until(lambda: engine.do("session")["state"] == "pending")
             engine.commit("step-1")
             assert engine.tokens(PROMPTS) == served
             change(language, 1)

@@ -104,7 +104,7 @@ class DigestingSource:
             rows = [(m.name, m.dtype, m.shape) for m in metadata]
             known = zip(self.layout.names, self.layout.dtypes, self.layout.shapes, strict=True)
             scheme = getattr(self._source, "scheme", "")
-            kept = self._kept([name for name, _, _ in rows])
+            kept = self._kept(metadata)
             told = (self.manifest.scheme, self.manifest.kept)
             if rows != list(known) or (scheme, kept) != told:
                 pieces = tuple(Piece(name, dtype_name(dtype), shape) for name, dtype, shape in rows)
@@ -123,13 +123,13 @@ class DigestingSource:
         self.moved_at = time.monotonic()
         return self.layout
 
-    def _kept(self, names: Sequence[str]) -> tuple[KeptPiece, ...]:
+    def _kept(self, metadata: Sequence[ParamMeta]) -> tuple[KeptPiece, ...]:
         """Return the tensors of the set that stay: of the base, or as a version states them."""
         if self._base is None or self._source is not self._own:
             states = getattr(self._source, "kept", None)
             return () if states is None else tuple(states(self._algorithm))
         tied = getattr(self._source, "tied_names", ())
-        return self._base.kept({*names, *tied}, self._algorithm, self.note_progress)
+        return self._base.kept(metadata, tied, self._algorithm, self.note_progress)
 
     def read_from(self, source: WeightSource) -> None:
         """Read the user's weights by way of another source, in this round and from then on."""

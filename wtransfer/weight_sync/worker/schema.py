@@ -218,7 +218,7 @@ def check_whole(manifest: Manifest) -> None:
         raise ManifestError(
             f"updates with coverage {manifest.coverage!r} are not supported, only 'full'"
         )
-    sliced = next((piece for piece in manifest.pieces if piece.slice != WHOLE), None)
+    sliced = next((piece for piece in manifest.whole if piece.slice != WHOLE), None)
     if sliced is not None:
         raise ManifestError(
             f"piece {sliced.name!r} is the slice {sliced.slice!r}; only whole tensors can be sent",
