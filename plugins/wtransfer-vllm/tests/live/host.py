@@ -30,6 +30,7 @@ from wtransfer.weight_version import process_weights
 
 from wtransfer_vllm.clients import LLMClient
 from wtransfer_vllm.engine import SeedEngine
+from wtransfer_vllm.spans import spans
 from wtransfer_vllm.vouching import vouch_for_checkpoint, weights_were_replaced
 
 DEFAULTS = {
@@ -56,6 +57,7 @@ class Host:
         self.running = {}
         self.num_deferred = 0
         self.ended = {}
+        self.spans = {}
         self.gaps = []
 
     def generate(self, prompts, max_tokens=16):
@@ -105,10 +107,12 @@ class Host:
                 self.running[output.request_id] = list(output.outputs[0].token_ids)
                 if output.finished:
                     self.ended[output.request_id] = output.outputs[0].finish_reason
+                    self.spans[output.request_id] = spans(output.outputs[0].weight_versions)
             longest = max(longest, time.perf_counter() - begun)
         return {
             "tokens": self.running,
             "ended": self.ended,
+            "spans": self.spans,
             "longest_s": longest,
             "num_deferred": self.num_deferred,
         }
