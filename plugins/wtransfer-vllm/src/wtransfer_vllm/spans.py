@@ -41,12 +41,12 @@ def spans(weight_versions: Iterable[Any] | None) -> list[Span]:
             answer of its route ``/inference/v1/generate``. vLLM gives it with the last token.
 
     Raises:
-        ValueError: vLLM has given none: the request has not ended, or this vLLM has no spans.
+        ValueError: vLLM has given none: the request has not ended, or its release has
+            no spans.
     """
     if weight_versions is None:
         raise ValueError(
-            "vLLM gives no spans with this output: it gives them when a request has ended, from "
-            "release 0.32 on"
+            "vLLM gives no spans with this output; release 0.32 gives them when a request has ended"
         )
     found = []
     for each in weight_versions:
