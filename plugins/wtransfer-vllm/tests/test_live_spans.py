@@ -38,8 +38,8 @@ class Load:
         self.expected = {}
         """Request -> its tokens at each commit -> label, fingerprint: all that its spans can be
         where the engine core runs in these steps only."""
-        self.names = {}
-        """Fingerprint -> name of the weights."""
+        self.names = {None: "A"}
+        """Fingerprint -> name of the weights; None: those that the engine was started with."""
         self._engine = engine
         self._num_requests = num_requests
         self._random = random.Random(num_requests)
