@@ -9,7 +9,7 @@ from engines import PROMPTS, RANKS_ENV, Engine, publish
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
 FEW_BLOCKS = {"num_gpu_blocks_override": 5}
-"""So few that vLLM preempts requests, also such as are in flight."""
+"""So few that vLLM preempts requests by itself, too."""
 ENGINES = {
     "three processes": {"processes": 3},
     "asynchronous scheduling": {"processes": 3, "async_scheduling": True} | FEW_BLOCKS,
