@@ -1,6 +1,7 @@
 """The watch over an engine core, where a live one cannot be brought into the case."""
 
 import types
+from collections import deque
 from concurrent.futures import Future
 
 import pytest
@@ -90,6 +91,7 @@ class Core:
         self.scheduler = bag(kv_cache_manager=bag(enable_caching=True))
         self.resets = []
         self.label = "default"
+        self.batch_queue = None
         self.prefix_reset = lambda: True
 
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
@@ -118,6 +120,22 @@ class Core:
     def set_weight_version(self, label):
         self.label = label
 
+    def get_weight_version(self):
+        return self.label
+
+    def _attach_weight_version(self, outputs):
+        for each in outputs.values():
+            each.weight_version = self.label
+
+    def process(self):
+        """Process the oldest batch in flight, if any, or one that was computed just now."""
+        if self.batch_queue:
+            self.batch_queue.pop()
+        outputs = {client: bag(weight_version=None) for client in range(2)}
+        self._attach_weight_version(outputs)
+        (tag,) = {each.weight_version for each in outputs.values()}
+        return tag
+
 
 def finish(core):
     core.collective_rpc("start_weight_update")
@@ -127,6 +145,14 @@ def finish(core):
 def commit(core, workers):
     for worker in workers:
         worker.will(applied=True, touched=True, state="serving", version="b")
+    finish(core)
+
+
+def commit_set(core, workers, version, digit):
+    for worker in workers:
+        worker.will(
+            applied=True, touched=True, state="serving", version=version, fingerprint=digit * 32
+        )
     finish(core)
 
 
@@ -567,6 +593,67 @@ def test_failed_reload_renames_kv(serve):
         core.collective_rpc("reload_weights")
     assert names_of(workers[0]) == ["renamed", "renamed"]
     assert core.resets == [("prefix", True, False), "encoder"]
+
+
+# -- tags of outputs -------------------------------------------------------------------------------
+
+
+def test_batches_in_flight_at_a_commit_have_the_tag_of_the_weights_that_computed_them(make):
+    core, workers = make()
+    core.batch_queue = deque(maxlen=3)
+    core.batch_queue.extendleft(["loaded", "loaded"])
+    commit_set(core, workers, "a", "a")
+    assert core.process() == "default"
+    core.batch_queue.appendleft("a")
+    commit_set(core, workers, "b", "b")
+    core.batch_queue.appendleft("b")
+    found = [core.process() for _ in range(3)]
+    assert found == ["default", "a@" + "a" * 32, "b@" + "b" * 32]
+    assert core.process() == "b@" + "b" * 32
+    assert core.label == "b"
+
+
+def test_batches_in_flight_when_weights_are_lost_keep_their_tag(make):
+    core, workers = make()
+    core.batch_queue = deque()
+    commit_set(core, workers, "a", "a")
+    core.batch_queue.appendleft("a")
+    core.collective_rpc("reload_weights")
+    assert [core.process(), core.process()] == ["a@" + "a" * 32, "empty"]
+
+
+def test_two_sets_under_one_label_have_two_tags(make):
+    core, workers = make()
+    tags = []
+    for digit in "ab":
+        commit_set(core, workers, "step", digit)
+        tags.append(core.process())
+    assert tags == ["step@" + "a" * 32, "step@" + "b" * 32]
+
+
+def test_ranks_with_two_sets_under_one_label_have_no_label(make):
+    core, workers = make()
+    for worker, digit in zip(workers, "ab", strict=True):
+        worker.will(
+            applied=True, touched=True, state="serving", version="b", fingerprint=digit * 32
+        )
+    finish(core)
+    assert (core.label, core.process()) == ("empty", "empty")
+
+
+def test_commit_that_leaves_the_weights_as_loaded_leaves_the_tag(make):
+    core, workers = make()
+    for worker in workers:
+        worker.will(touched=True, state="behind", error="broken", fingerprint="c" * 32)
+    with pytest.raises(RuntimeError, match="broken"):
+        finish(core)
+    assert core.process() == "default"
+
+
+def test_tags_of_another_backend_are_vllms(make):
+    core, _ = make(backend="nccl")
+    core.set_weight_version("theirs")
+    assert core.process() == "theirs"
 
 
 def test_pause_of_a_commit_is_logged_with_the_next_tokens(make, caplog):

@@ -18,6 +18,8 @@ from stream import Stream, events
 from wtransfer.errors import CommitError, RemoteError
 from wtransfer.weight_sync.http.client import HttpClient
 
+from wtransfer_vllm.spans import Span, spans
+
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
 STALL_S = 5.0
@@ -27,7 +29,8 @@ STALL_S = 5.0
 @pytest.fixture(scope="module")
 def server(models, tmp_path_factory):
     """A server of model A."""
-    server = Server(tmp_path_factory.mktemp("server"), models / "A", "shm")
+    more = ["--enable-scale-out"]
+    server = Server(tmp_path_factory.mktemp("server"), models / "A", "shm", more=more)
     yield server
     server.close()
 
@@ -46,6 +49,15 @@ def test_over_http_the_server_takes_an_update_and_the_old_weights_again(server, 
             assert stream.ended_by == "length"
             assert [worker.outcome for worker in report.workers] == ["committed"]
             assert server.label() == name
+
+
+def test_route_for_tokens_answers_with_the_span_of_each_version(server, weights):
+    body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
+    with wtransfer.Publisher(dict(weights["B"]), hosts=[server.url], deadline_s=10) as publisher:
+        report = publisher.publish("b")
+    answer = httpx.post(f"{server.url}/inference/v1/generate", json=body, timeout=60)
+    (choice,) = answer.raise_for_status().json()["choices"]
+    assert spans(choice["weight_versions"]) == [Span(0, 4, "b", report.fingerprint)]
 
 
 def test_a_checkpoint_is_pushed_from_the_command_line(server, models, fresh):

@@ -57,7 +57,9 @@ def test_connected_publisher_is_not_left_for_another(member):
         await_commit(round_)
         member.commit()
         assert (member.outcome.applied, member.outcome.version) == (True, "first")
-        assert [worker.outcome for worker in round_.result(20).workers] == ["committed"]
+        report = round_.result(20)
+        assert [worker.outcome for worker in report.workers] == ["committed"]
+        assert member.outcome.fingerprint == report.fingerprint
 
 
 def test_order_of_a_connected_publisher_waits_for_the_host_call(member):

@@ -14,6 +14,7 @@ import os
 import secrets
 import socket
 import time
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from wtransfer_vllm.caches import forget_kv, has_our_connector, tell_connector
 from wtransfer_vllm.messages import Outcome, addressed, is_foreign, member_of
 from wtransfer_vllm.names import is_ours
+from wtransfer_vllm.spans import tag_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +44,9 @@ WRITING = REPLACING | {START, DRAFT, UPDATE, FINISH}
 ON_EMPTY_VARIABLE = "WTRANSFER_VLLM_ON_EMPTY"
 """Environment variable of vLLM's processes: treatment of an engine whose model belongs to no
 version after a failed commit. ``serve``, the default: its label is ``empty``. ``end``: it ends."""
-LED = ("sleep", "wake_up", "set_weight_version")
+TAG = "_attach_weight_version"
+"""The engine core's method that tags the outputs of one batch, oldest first; vLLM 0.32."""
+LED = ("sleep", "wake_up", "set_weight_version", TAG)
 """The engine core's methods that concern the weights, beside its calls to the workers."""
 
 
@@ -162,6 +166,10 @@ class Watch:
         """True if the start under way found an order of its update, and has committed it."""
         self._falling_asleep = False
         self._held: str | None = None
+        self._fingerprint: str | None = None
+        """Identity of the weights of `_held`."""
+        self._in_flight: deque[str] = deque()
+        """Tags of the batches that were in flight at a commit and are not processed, in order."""
         self._instance = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
 
     def pass_on(
@@ -262,9 +270,9 @@ class Watch:
         outcomes = self._call(outcome_of)
         if any(outcome["touched"] for outcome in outcomes):
             forget_kv(self._core)
-            labels = {outcome["version"] for outcome in outcomes}
+            held = {(outcome["version"], outcome["fingerprint"]) for outcome in outcomes}
             is_empty = any(outcome["state"] == "empty" for outcome in outcomes)
-            self._label(EMPTY_LABEL if is_empty or len(labels) > 1 else labels.pop())
+            self._label(*((EMPTY_LABEL, None) if is_empty or len(held) > 1 else held.pop()))
             if is_empty and _ends_when_empty():
                 self._end()
         failed = [each for each in outcomes if each["touched"] or not carried_out]
@@ -294,16 +302,26 @@ class Watch:
         self._call(replaced_weights, None, (why,))
         forget_kv(self._core)
         if self._has_our_engine:
-            self._label(EMPTY_LABEL)
+            self._label(EMPTY_LABEL, None)
 
     def _prove_reload(self) -> None:
         if self._has_our_engine and self._commits_anytime and not self._asleep:
             self._call(prove_reload)
 
-    def _label(self, label: str | None) -> None:
+    def _label(self, label: str | None, fingerprint: str | None) -> None:
+        if label is not None and hasattr(self._core, TAG):
+            # The workers take calls in order: each batch that is in the queue was computed before
+            # the weights changed. Those of an earlier commit have their tags.
+            num_batches = len(self._core.batch_queue or ())
+            self._in_flight.extend([self._tag] * (num_batches - len(self._in_flight)))
+            self._fingerprint = fingerprint
         self._held = label or self._held
         if label is not None and hasattr(self._core, "set_weight_version"):
             self._core.set_weight_version(label)
+
+    @property
+    def _tag(self) -> str:
+        return tag_of(self._core.get_weight_version(), self._fingerprint)
 
     def _log_pause(self, begun: float, num_running: int) -> None:
         """Log how long a commit has kept requests from their next token, when that is there.
@@ -344,6 +362,17 @@ class Watch:
             return call(weight_version)
         logger.warning("the weights stay %r and are not named %r", self._held, weight_version)
         return call(self._held)
+
+    def _attach_weight_version(self, call: Callable[..., Any], outputs: dict[int, Any]) -> None:
+        """Tag the outputs of a batch with the weights that computed it.
+
+        vLLM's own tag is the label of the moment at which they are processed, and has no
+        fingerprint.
+        """
+        call(outputs)
+        tag = self._in_flight.popleft() if self._in_flight else self._tag
+        for each in outputs.values():
+            each.weight_version = tag
 
     def sleep(self, call: Callable[..., Any], level: int = 1, *args: Any, **kwargs: Any) -> Any:
         """Record first that the weights go, if they do; return the result of `call`.

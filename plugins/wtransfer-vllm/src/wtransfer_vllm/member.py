@@ -166,7 +166,9 @@ class Member:
                 logger.info("committed %r (%s)", session.version, session.fingerprint)
             else:
                 error = "no verified update was there to commit"
-        self.outcome = Outcome(applied, touched, session.state, session.version, error)
+        self.outcome = Outcome(
+            applied, touched, session.state, session.version, error, session.fingerprint
+        )
 
     def lose_weights(self, why: str) -> None:
         """Record that the model has no version any more, until the next commit."""

@@ -46,6 +46,8 @@ class Outcome:
     """Label of the model's weights."""
     error: str | None = None
     """Reason of the call's failure."""
+    fingerprint: str | None = None
+    """Identity of the model's weights."""
 
 
 def read_invitation(init_info: Any) -> Invitation:

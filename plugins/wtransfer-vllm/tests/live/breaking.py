@@ -36,6 +36,18 @@ class Breaking:
         target = self.weight_transfer_engine.member._target
         target.proven, target._refusal = False, None
 
+    def make_pipeline_buffers(self):
+        """Make what a stage of a pipeline receives into.
+
+        Without graphs vLLM's CPU worker runs no dummy batch, which makes them elsewhere.
+        """
+        runner = self.model_runner
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens,
+            dtype=runner.model_config.dtype,
+            device=runner.device,
+        )
+
     def let_memory_go(self):
         """Leave in the model what was never written, as sleep at level 2 does on a GPU."""
         with torch.no_grad():

@@ -26,10 +26,12 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.platforms import current_platform
 from wtransfer.weight_version import process_weights
 
 from wtransfer_vllm.clients import LLMClient
 from wtransfer_vllm.engine import SeedEngine
+from wtransfer_vllm.spans import spans
 from wtransfer_vllm.vouching import vouch_for_checkpoint, weights_were_replaced
 
 DEFAULTS = {
@@ -47,16 +49,29 @@ class SeedEngineHere(SeedEngine):
     start_weight_update = finish_weight_update = None
 
 
+def keep_async_scheduling():
+    """Have vLLM's platform leave asynchronous scheduling on, which that of CPUs turns off."""
+    adjust = current_platform.check_and_update_config
+
+    def check_and_update_config(vllm_config):
+        adjust(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    type(current_platform).check_and_update_config = staticmethod(check_and_update_config)
+
+
 class Host:
     """Each public method is a command."""
 
     def __init__(self, options):
+        if options.get("async_scheduling"):
+            keep_async_scheduling()
         self.llm = LLM(**(DEFAULTS | options))
         self.client = LLMClient(self.llm)
         self.running = {}
         self.num_deferred = 0
         self.ended = {}
-        self.gaps = []
+        self.spans = {}
 
     def generate(self, prompts, max_tokens=16):
         greedy = SamplingParams(temperature=0, max_tokens=max_tokens)
@@ -105,13 +120,44 @@ class Host:
                 self.running[output.request_id] = list(output.outputs[0].token_ids)
                 if output.finished:
                     self.ended[output.request_id] = output.outputs[0].finish_reason
+                    self.spans[output.request_id] = spans(output.outputs[0].weight_versions)
             longest = max(longest, time.perf_counter() - begun)
         return {
             "tokens": self.running,
             "ended": self.ended,
+            "spans": self.spans,
             "longest_s": longest,
             "num_deferred": self.num_deferred,
         }
+
+    def score(self, prompts):
+        """Return how much less likely than the likeliest each token but the first of each is."""
+        scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        done = self.llm.generate(asked, scored, use_tqdm=False)
+        return [
+            [
+                max(each.logprob for each in step.values()) - step[token].logprob
+                for token, step in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
+            ]
+            for prompt, output in zip(prompts, done, strict=True)
+        ]
+
+    def queue_batches(self, size):
+        """Let so many batches be in flight, as under stages of a pipeline; 1: none, as before."""
+        core = self._core()
+        core.batch_queue_size = size
+        core.batch_queue = collections.deque(maxlen=size) if size > 1 else None
+        core.step_fn = core.step_with_batch_queue if size > 1 else core.step
+
+    def preempt_in_flight(self):
+        """Let vLLM preempt the request whose next token is in flight, as where no block is free."""
+        scheduler = self._core().scheduler
+        (request,) = scheduler.running
+        while not request.num_in_flight_tokens:
+            self.step(1)
+        scheduler.running.remove(request)
+        scheduler._preempt_request(request, time.monotonic())
 
     def defer_loaded(self):
         """Let no request that has loaded its KV be scheduled, as where no block is free."""
