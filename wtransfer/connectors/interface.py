@@ -47,6 +47,16 @@ The life of a request, S beside the scheduler, W beside every worker's model:
 
 A load that fails is a miss: the worker names the blocks, and the host computes them.
 
+A model whose layers attend to different parts of a prefix has several KV cache groups
+(``KVCacheConfig.groups``): a request has blocks of each, and a group with a window keeps only the
+last ones that the window reaches. A connector that says `KVConnectorBase_V1.supports_hma` may be
+given such a cache, others see one group without a window. ``get_block_ids()`` and the steps have a
+list for each group, `request_finished` all blocks in one list. The blocks that a window has passed
+are released while their request runs, and may be others' as soon as the next step is planned: a
+connector that still reads them holds them by the block pool (`bind_gpu_block_pool`, which the host
+calls). A prefix is found where `wtransfer.kv.groups.longest_prefix` says so, and loads outlast
+their step: a request of which one has failed begins anew.
+
 A connector that does not name weights itself (``names_weights``) is made with a fence around each
 side, which needs no line by its author: it keys its store by the token ids or block hashes that it
 sees, and these are encoded with the weights. Call 2 then comes just before the first call 3. The
@@ -405,6 +415,9 @@ class KVConnectorBase_V1(ConnectorScheduler, ConnectorWorker, Connector):  # noq
     and this is True of that side: the connector sees token ids and block hashes that are encoded
     with the weights. The rules stand in `wtransfer.connectors.fenced`."""
 
+    supports_hma: ClassVar[bool] = False
+    """True if both sides take a cache of several groups, or with a window: vLLM then keeps its
+    hybrid memory allocator for such a model."""
     requires_kv_delivery: ClassVar[bool] = False
     """True if a request must hand on the KV that it has computed: a host then computes a request
     that is preempted meanwhile once more. If not, a loss costs only a later miss."""

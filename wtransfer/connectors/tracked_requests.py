@@ -17,13 +17,19 @@ class Tracked:
 
     request: Any
     """The serving engine's own object."""
-    block_ids: list[int] = field(default_factory=list)
-    """Blocks in order, the last ones may not be full."""
+    groups: list[list[int]] = field(default_factory=list)
+    """Blocks of each KV cache group in order, the last ones may not be full. Where the group has a
+    window, blocks that it has passed are others' by now."""
     num_before: int = 0
     """Tokens whose KV is computed before the step."""
     num_computed: int = 0
     """Tokens whose KV is computed after the step. Speculated tokens do not count: they may be
     rejected."""
+
+    @property
+    def block_ids(self) -> list[int]:
+        """Blocks of the single KV cache group."""
+        return only_group(self.groups)
 
 
 class TrackedRequests:
@@ -59,7 +65,8 @@ class TrackedRequests:
             if request_id in cached.resumed_req_ids:
                 self._begin(request_id, block_ids)
             elif block_ids:
-                self._tracked[request_id].block_ids += only_group(block_ids)
+                for known, added in zip(self._tracked[request_id].groups, block_ids, strict=True):
+                    known.extend(added)
             yield self._advance(request_id, before, computed)
 
     def forget(self, request_id: str) -> None:
@@ -68,7 +75,8 @@ class TrackedRequests:
         self._tracked.pop(request_id, None)
 
     def _begin(self, request_id: str, block_ids: Any) -> None:
-        self._tracked[request_id] = Tracked(self._known[request_id], list(only_group(block_ids)))
+        groups = [list(group) for group in block_ids]
+        self._tracked[request_id] = Tracked(self._known[request_id], groups)
 
     def _advance(self, request_id: str, before: int, computed: Mapping[str, int]) -> Tracked:
         tracked = self._tracked[request_id]
@@ -85,9 +93,23 @@ def only_group(block_ids: Any) -> list[int]:
     Raises:
         ConnectorOptionError: The model has several groups.
     """
-    if len(block_ids) != 1:
-        raise ConnectorOptionError(
-            f"this model has {len(block_ids)} KV cache groups; this connector moves one"
-        )
+    check_groups(block_ids, 1)
     group: list[int] = block_ids[0]
     return group
+
+
+def check_groups(block_ids: Any, expected: int) -> None:
+    """Check the number of KV cache groups.
+
+    Args:
+        block_ids: Blocks by group, as ``get_block_ids()`` returns them.
+        expected: Number of groups that the connector was made for.
+
+    Raises:
+        ConnectorOptionError: The model has another number of groups.
+    """
+    if len(block_ids) != expected:
+        moved = "one" if expected == 1 else f"the {expected} of its KVCacheConfig"
+        raise ConnectorOptionError(
+            f"this model has {len(block_ids)} KV cache groups; this connector moves {moved}"
+        )
