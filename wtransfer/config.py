@@ -103,6 +103,14 @@ class KVCacheGroup:
     window: int | None = None
     """Tokens that a token attends to, itself included; None: all that are before it. The host
     releases blocks that the window has passed."""
+    has_states: bool = False
+    """True if a block holds the layers' state after its last token, as of linear attention, and no
+    keys and values. The host names the blocks that will hold one after a step."""
+
+    @property
+    def reach(self) -> int | None:
+        """Window, by which a state is needed where the last token is."""
+        return 2 if self.has_states else self.window
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,9 @@ names that vLLM gives them, and nothing else:
 *   a step (``scheduler_output``): ``scheduled_new_reqs`` with ``req_id``, ``block_ids``,
     ``num_computed_tokens``; ``scheduled_cached_reqs`` with ``req_ids``, ``resumed_req_ids``,
     ``new_block_ids``, ``num_computed_tokens``; ``num_scheduled_tokens``; ``preempted_req_ids``;
-    and where a host guesses tokens ``scheduled_spec_decode_tokens``;
+    and where a host guesses tokens ``scheduled_spec_decode_tokens``; with groups that have states,
+    ``kv_connector_block_state`` with ``boundary_state_offloads``: by request, group, block and
+    number of tokens of each state that is there after the step;
 *   the configuration: what `wtransfer.connectors.serving_config.Instance` names.
 
 Source: names and signatures are those of vLLM's connectors, of both generations.
@@ -255,6 +257,13 @@ class ConnectorScheduler(ConnectorSide):
 
     def has_pending_push_work(self) -> bool:
         """Return whether steps are needed without a request, to end work that is under way."""
+        return False
+
+    def has_pending_block_frees(self) -> bool:
+        """Return whether blocks that the connector holds will be released soon.
+
+        A host without a free block then waits for these, and preempts no request.
+        """
         return False
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:

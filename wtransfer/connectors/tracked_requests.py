@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from wtransfer.errors import ConnectorOptionError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
 
 @dataclass
@@ -25,6 +25,8 @@ class Tracked:
     num_computed: int = 0
     """Tokens whose KV is computed after the step. Speculated tokens do not count: they may be
     rejected."""
+    states: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Blocks that hold a state after the step, by group and number of the tokens before it."""
 
     @property
     def block_ids(self) -> list[int]:
@@ -48,9 +50,11 @@ class TrackedRequests:
 
         Args:
             scheduler_output: ``scheduled_new_reqs``, ``scheduled_cached_reqs``,
-                ``num_scheduled_tokens``, as in vLLM, and ``scheduled_spec_decode_tokens`` if the
-                host speculates.
+                ``num_scheduled_tokens``, as in vLLM; ``scheduled_spec_decode_tokens`` if the host
+                speculates; ``kv_connector_block_state`` if there are groups with states.
         """
+        of_blocks = getattr(scheduler_output, "kv_connector_block_state", None)
+        states = getattr(of_blocks, "boundary_state_offloads", None) or {}
         speculated = getattr(scheduler_output, "scheduled_spec_decode_tokens", None) or {}
         computed = {
             request_id: number - len(speculated.get(request_id, ()))
@@ -58,7 +62,7 @@ class TrackedRequests:
         }
         for new in scheduler_output.scheduled_new_reqs:
             self._begin(new.req_id, new.block_ids)
-            yield self._advance(new.req_id, new.num_computed_tokens, computed)
+            yield self._advance(new.req_id, new.num_computed_tokens, computed, states)
         cached = scheduler_output.scheduled_cached_reqs
         fields = (cached.req_ids, cached.new_block_ids, cached.num_computed_tokens)
         for request_id, block_ids, before in zip(*fields, strict=True):
@@ -67,7 +71,7 @@ class TrackedRequests:
             elif block_ids:
                 for known, added in zip(self._tracked[request_id].groups, block_ids, strict=True):
                     known.extend(added)
-            yield self._advance(request_id, before, computed)
+            yield self._advance(request_id, before, computed, states)
 
     def forget(self, request_id: str) -> None:
         """Remove a request; an unknown one is ignored."""
@@ -78,8 +82,17 @@ class TrackedRequests:
         groups = [list(group) for group in block_ids]
         self._tracked[request_id] = Tracked(self._known[request_id], groups)
 
-    def _advance(self, request_id: str, before: int, computed: Mapping[str, int]) -> Tracked:
+    def _advance(
+        self,
+        request_id: str,
+        before: int,
+        computed: Mapping[str, int],
+        states: Mapping[str, Sequence[tuple[int, int, int]]],
+    ) -> Tracked:
         tracked = self._tracked[request_id]
+        tracked.states = {
+            (group, num_tokens): block for group, block, num_tokens in states.get(request_id, ())
+        }
         tracked.num_before, tracked.num_computed = before, before + computed[request_id]
         return tracked
 

@@ -3,7 +3,8 @@
 A host gives every KV cache group a block table of its own. Layers with full attention read every
 block of a prefix. Layers with a sliding window read the last blocks only: the host releases those
 that the window has passed, gives them to other requests, and takes a prefix for computed without
-them. A prefix is kept where each group has what it needs of it.
+them. Layers with a state read the one after the last token, which is a window of two: that token
+and the next. A prefix is kept where each group has what it needs of it.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def longest_prefix(
 ) -> tuple[int, bool]:
     """Find the longest prefix that is kept; the host has what the one before `first` needs.
 
-    Every block that the prefix may need is asked about, also behind one that is not known yet: a
-    store that has to ask does so once for the request, and not once for each block.
+    Every block that the prefix may need is asked about where one is not known yet: a store that has
+    to ask does so once for the request, and not once for each block.
 
     Args:
         windows: Window of each group.
@@ -48,7 +49,7 @@ def longest_prefix(
         Number of blocks of the prefix, `first` if nothing is kept beyond, and whether any that it
         needs is not known yet.
     """
-    unknown = []
+    longest, unknown = last, list[int]()
 
     def is_missing(group: int, block: int) -> bool:
         found = is_kept(group, block)
@@ -56,14 +57,21 @@ def longest_prefix(
             unknown.append(block)
         return found is False
 
-    whole = [group for group, window in enumerate(windows) if window is None]
-    missing = (n for n in range(first, last) if any(is_missing(group, n) for group in whole))
-    end: int | None = next(missing, None)
-    longest = last if end is None else end
+    for group, window in enumerate(windows):
+        if window is None:
+            for block in range(first, longest):
+                if is_missing(group, block):
+                    longest = block
+                    break
     # A block of a window is missing: prefixes that end behind it, up to this one, need it as well.
     while (end := _gap(windows, block_size, first, longest, is_missing)) is not None:
         longest = end
-    return longest, any(block < longest for block in unknown)
+    is_pending = any(block < longest for block in unknown)
+    if is_pending:
+        for group, window in enumerate(windows):
+            for block in range(first, longest if window is not None else first):
+                is_kept(group, block)
+    return longest, is_pending
 
 
 def _gap(

@@ -11,6 +11,7 @@ from wtransfer_vllm.names import is_ours, remember
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tests/make_env.py ENV")
 
+from wtransfer.config import KVCacheGroup
 from wtransfer.connectors.interface import KVConnectorBase_V1, KVConnectorMetadata
 from wtransfer.errors import ConnectorOptionError
 from wtransfer.registry.resolve import registry
@@ -26,6 +27,7 @@ with warnings.catch_warnings():
         FullAttentionSpec,
         KVCacheConfig,
         KVCacheGroupSpec,
+        MambaSpec,
         SlidingWindowSpec,
         UniformTypeKVCacheSpecs,
     )
@@ -97,6 +99,11 @@ FULL = FullAttentionSpec(block_size=16, **PAGE)
 
 def window(size=64, **more):
     return SlidingWindowSpec(block_size=16, sliding_window=size, **PAGE, **more)
+
+
+def states(mode="align", **more):
+    shapes = {"shapes": ((4, 8), (8, 8)), "dtypes": (torch.float32,) * 2}
+    return MambaSpec(block_size=16, mamba_cache_mode=mode, **shapes, **more)
 
 
 def cache_config(spec=FULL, *others):
@@ -367,26 +374,32 @@ def test_kind_of_cache_that_no_connector_knows_is_refused_under_any(adapter, mon
     for others in ((FULL, UNKNOWN), (UNKNOWN,)):
         with pytest.raises(ConnectorOptionError, match=r"ChunkedLocalAttentionSpec of \d layers"):
             adapter("SCHEDULER", cache_config(*others))
+    for others in (states("none"), states("all"), states(num_speculative_blocks=2)):
+        with pytest.raises(ConnectorOptionError, match="the latter with prefix caching in mode"):
+            adapter("WORKER", cache_config(FULL, others))
 
 
 @pytest.mark.parametrize(
     ("specs", "groups"),
     [
-        ((FULL,), [((), None)]),
-        ((window(64),), [((), 64)]),
-        (HYBRID, [(LAYERS[:1], None), (LAYERS[1:], 64)]),
-        ((window(64), window(32, extra_retained_tokens=2)), [(LAYERS[:1], 64), (LAYERS[1:], 34)]),
+        ((FULL,), [KVCacheGroup()]),
+        ((window(64),), [KVCacheGroup((), 64)]),
+        (HYBRID, [KVCacheGroup(LAYERS[:1]), KVCacheGroup(LAYERS[1:], 64)]),
+        (
+            (window(64), window(32, extra_retained_tokens=2)),
+            [KVCacheGroup(LAYERS[:1], 64), KVCacheGroup(LAYERS[1:], 34)],
+        ),
         (
             (UniformTypeKVCacheSpecs(16, dict.fromkeys(LAYERS, window(48))),),
-            [((), 48)],
+            [KVCacheGroup((), 48)],
         ),
+        ((states(), FULL), [KVCacheGroup(LAYERS[:1], None, True), KVCacheGroup(LAYERS[1:])]),
     ],
 )
 def test_connector_gets_the_groups_of_vllm(adapter, monkeypatch, specs, groups):
     monkeypatch.setattr(Scripted, "supports_hma", True)
     _, inner = adapter("WORKER", cache_config(*specs))
-    found = [(each.layer_names, each.window) for each in inner.kv_cache_config.groups]
-    assert found == groups
+    assert list(inner.kv_cache_config.groups) == groups
     assert inner.kv_cache_config.bytes_per_block == 2048
 
 
@@ -508,7 +521,6 @@ LEFT = {
     "get_loaded_kv_cache_group_ids": "loaded are all groups of a prefix cache, as vLLM takes it",
     "get_mem_pool_context": "the cache lies in vLLM's own memory",
     "has_connector_metadata": "kept by the base class",
-    "has_pending_block_frees": "no transfer of ours frees blocks for others",
     "register_finished_partial_tail": "only whole blocks are kept",
     "reset_capture_state": "nothing is done while graphs are captured",
     "restore_kv_caches": "views of tensors stay valid where their memory is mapped again",

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tests/make_env.py ENV")
 
+from wtransfer.config import KVCacheGroup
 from wtransfer.kv.groups import first_needed, longest_prefix
 
 with warnings.catch_warnings():
@@ -20,6 +21,7 @@ with warnings.catch_warnings():
         FullAttentionSpec,
         KVCacheConfig,
         KVCacheGroupSpec,
+        MambaSpec,
         SlidingWindowSpec,
     )
 
@@ -78,26 +80,33 @@ def test_vllm_releases_the_blocks_that_are_not_needed_and_no_other(window):
         assert released == first_needed(window, num_tokens, BLOCK_SIZE)
 
 
+FULL = KVCacheGroup()
 KINDS = {
-    "full, window": [None, 6],
-    "window, full": [9, None],
-    "two windows": [5, 13],
-    "two full, two windows": [None, 6, None, 13],
+    "full, window": [FULL, KVCacheGroup(window=6)],
+    "window, full": [KVCacheGroup(window=9), FULL],
+    "two windows": [KVCacheGroup(window=5), KVCacheGroup(window=13)],
+    "two full, two windows": [FULL, KVCacheGroup(window=6), FULL, KVCacheGroup(window=13)],
+    "states, full": [KVCacheGroup(has_states=True), FULL],
+    "full, window, states": [FULL, KVCacheGroup(window=6), KVCacheGroup(has_states=True)],
 }
+
+
+def spec_of(group):
+    """Return a group in vLLM's words."""
+    if group.has_states:
+        shapes = {"shapes": ((2, 2),), "dtypes": (torch.float32,)}
+        return MambaSpec(block_size=BLOCK_SIZE, mamba_cache_mode="align", **shapes)
+    if group.window is None:
+        return FullAttentionSpec(**PAGE)
+    return SlidingWindowSpec(sliding_window=group.window, **PAGE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_several_groups_find_what_vllm_finds(kind):
-    windows = KINDS[kind]
-    specs = [
-        FullAttentionSpec(**PAGE)
-        if each is None
-        else SlidingWindowSpec(sliding_window=each, **PAGE)
-        for each in windows
-    ]
-    groups = [KVCacheGroupSpec([f"layer {n}"], each) for n, each in enumerate(specs)]
+    windows = [group.reach for group in KINDS[kind]]
+    specs = [KVCacheGroupSpec([f"layer {n}"], spec_of(each)) for n, each in enumerate(KINDS[kind])]
     coordinator = get_kv_cache_coordinator(
-        KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups),
+        KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=specs),
         max_model_len=64,
         max_in_flight_tokens=64,
         use_eagle=False,

@@ -128,7 +128,9 @@ def test_what_is_not_known_yet_counts_as_kept_and_the_answer_is_pending_only_whe
 
     found = longest_prefix((None, 6), BLOCK_SIZE, 0, 4, look_up({(0, 1): None, (1, 3): None}))
     assert found == (4, True)
-    assert asked == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 2), (1, 3)], "all is asked at once"
+    needed = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 2), (1, 3)]
+    # A store that has to ask is asked about all windows at once, not about one in each step.
+    assert asked == [*needed, (1, 0), (1, 1), (1, 2), (1, 3)]
     states = {(0, 3): None, (1, 2): False}
     assert longest_prefix((None, 6), BLOCK_SIZE, 0, 4, look_up(states)) == (2, False)
 
@@ -206,12 +208,14 @@ def test_blocks_of_a_window_are_held_until_they_are_stored(rig):
     made.allocate(request, (FULL, LAST))
     metadata = made.tell(step(new=[(request, 0, 24)]))
     assert made.pool.held == LAST, "the host may give them away once the next step is planned"
+    assert made.scheduler.has_pending_block_frees(), "a host waits, and preempts no request"
     said = made.work(metadata)
     made.hear(said[:1])
     assert made.pool.held == LAST, "one rank still reads"
     made.hear(said[1:])
     made.settle()
     assert made.pool.held == []
+    assert not made.scheduler.has_pending_block_frees()
 
 
 def test_blocks_of_a_window_are_free_again_after_a_step_that_did_not_count(rig):
@@ -241,6 +245,56 @@ def test_blocks_that_the_window_has_passed_are_not_stored(rig):
     made.settle()
     # Three blocks of the tail: their window reaches no further.
     assert made.ask(request_of("s", 25))[0] == 24
+
+
+STATES = (KVCacheGroup(("a",)), KVCacheGroup(("b",), has_states=True))
+
+
+def keep_states(made, *num_tokens, name="r"):
+    """Compute a prompt; the host tells of states after so many tokens, in the blocks from 8 on."""
+    request = request_of(name, 24)
+    made.ask(request)
+    made.allocate(request, (FULL, [0] * 6))
+    write(made, FULL, range(1, 7), "a")
+    told = [(1, 7 + each // BLOCK_SIZE, each) for each in num_tokens]
+    write(made, [block for _, block, _ in told], [10 + each for each in num_tokens], "b")
+    output = step(new=[(request, 0, 24)])
+    output.kv_connector_block_state = SimpleNamespace(boundary_state_offloads={name: told})
+    metadata = made.tell(output)
+    assert made.pool.held == [block for _, block, each in told if each % BLOCK_SIZE == 0]
+    made.hear(made.work(metadata))
+    made.settle()
+    assert made.pool.held == []
+    made.scheduler.request_finished(request, FULL)
+
+
+def test_state_that_the_host_tells_of_is_what_a_prefix_ends_at(rig):
+    made = rig(STATES)
+    keep_states(made, 8, 16)
+    made.wipe()
+    again = request_of("s", 24)
+    assert made.ask(again) == (16, True)
+    made.allocate(again, ([6, 5, 4, 3, 2, 1], [0, 0, 0, 14, 0, 0]), 16)
+    metadata, _ = made.step()
+    (job,) = metadata.loads
+    assert job.blocks.block_ids == [6, 5, 4, 3, 14]
+    assert (job.blocks.group_sizes, job.blocks.block_indices) == ([4, 1], [0, 3])
+    made.settle()
+    assert blocks_of(made)[14] == 26
+    assert made.ask(request_of("shorter", 16))[0] == 8
+    assert made.ask(request_of("too short", 8))[0] == 0
+    assert made.ask(request_of("there already", 24), 16)[0] == 0
+
+
+def test_state_within_a_block_is_not_kept(rig):
+    made = rig(STATES)
+    keep_states(made, 8, 18)
+    assert made.ask(request_of("s", 24))[0] == 8
+
+
+def test_states_are_kept_by_single_blocks(rig):
+    with pytest.raises(ConnectorOptionError, match="are kept by single blocks; leave the option"):
+        rig(STATES, block_size=2 * BLOCK_SIZE)
 
 
 def test_without_a_pool_no_block_of_a_window_is_read_after_its_step(sides):

@@ -24,7 +24,7 @@ from wtransfer.connectors.offloading.metadata import (
 from wtransfer.connectors.serving_config import Instance, read_options
 from wtransfer.connectors.tracked_requests import TrackedRequests, check_groups
 from wtransfer.deadline import Deadline
-from wtransfer.errors import BlockNotKeptError
+from wtransfer.errors import BlockNotKeptError, ConnectorOptionError
 from wtransfer.kv.fence import InvalidatedKeys, SchedulerFence
 from wtransfer.kv.groups import first_needed, longest_prefix
 from wtransfer.specs.factory import DEFAULT, create_spec
@@ -148,8 +148,8 @@ class OffloadingScheduler(ConnectorScheduler):
         spec = create_spec(config, kv_cache_config or config.cache_config, self.default_spec)
         self._manager = adapt_spec(spec).get_manager()
         # By KV cache group.
-        groups = cache_groups(kv_cache_config or config.cache_config)
-        self._windows = tuple(group.window for group in groups)
+        self._groups = cache_groups(kv_cache_config or config.cache_config)
+        self._windows = tuple(group.reach for group in self._groups)
         self._num_ranks = instance.num_ranks
         self._fence = SchedulerFence(self._num_ranks)
         self._invalidated = InvalidatedKeys()
@@ -160,6 +160,11 @@ class OffloadingScheduler(ConnectorScheduler):
         self._job_s = 1.1 * read_options(OffloadingOptions, own).deadline_s
         self._spec_name = extra.get("tier") or extra.get("spec_name", self.default_spec)
         self._blocks_per_chunk = blocks_per_chunk(extra, self._block_size)
+        if self._blocks_per_chunk > 1 and any(group.has_states for group in self._groups):
+            raise ConnectorOptionError(
+                f"block_size={extra['block_size']}: the states of this model's linear attention "
+                f"are kept by single blocks; leave the option out, or set it to {self._block_size}"
+            )
         self._naming = self._name_blocks({})
         self._requests: dict[str, _Offered] = {}
         self._progress = TrackedRequests()
@@ -374,44 +379,57 @@ class OffloadingScheduler(ConnectorScheduler):
     ) -> None:
         """Store chunks from `first` on; `keys` are those of each group.
 
-        A host releases the blocks of a window that later steps do not read, before the store has
-        ended perhaps: they are held until then. Of a chunk of several blocks the first ones may be
-        others' already; it is left out.
+        A host releases the blocks of a window, and of states, that later steps do not read, before
+        the store has ended perhaps: they are held until then. Of a chunk of several blocks the
+        first ones may be others' already; it is left out.
         """
-        per_chunk, size = self._blocks_per_chunk, self._block_size
-        place_of = {
-            key: (group, first + i)
-            for group, window in enumerate(self._windows)
-            for i, key in enumerate(keys[group])
-            if (first + i) * per_chunk >= first_needed(window, tracked.num_before, size)
-            and (window is None or self._pool is not None)
-        }
-        if not place_of:
-            return
-        output = self._manager.prepare_store(list(place_of), offered.context)
+        places = [
+            self._own_places(tracked, group, first, first + len(each))
+            for group, each in enumerate(keys)
+        ]
+        offer = [
+            each[place - first] for each, own in zip(keys, places, strict=True) for place in own
+        ]
+        output = self._manager.prepare_store(offer, offered.context) if offer else None
         if output is None or not output.keys_to_store:
             return
         stored = output.keys_to_store
-        by_group: list[list[int]] = [[] for _ in self._windows]
-        begins = [0] * len(self._windows)
+        wanted = set(stored)
+        blocks: list[int] = []
+        held: list[Any] = []
+        sizes, begins = [], []
         # In the order in which they were given: by group, and in a group from the first one on.
-        for group, place in map(place_of.__getitem__, stored):
-            begins[group] = begins[group] if by_group[group] else place * per_chunk
-            by_group[group] += tracked.groups[group][place * per_chunk : (place + 1) * per_chunk]
-        held = [
-            self._pool.blocks[block]
-            for window, blocks in zip(self._windows, by_group, strict=True)
-            if window is not None
-            for block in blocks
-        ]
+        for group, (each, own) in enumerate(zip(keys, places, strict=True)):
+            kept = [place for place in own if each[place - first] in wanted]
+            of_group = self._blocks_at(tracked, group, kept)
+            blocks += of_group
+            sizes.append(len(of_group))
+            begins.append(kept[0] * self._blocks_per_chunk if kept else 0)
+            if self._windows[group] is not None:
+                held += [self._pool.blocks[block] for block in of_group]
         if held:
             self._pool.touch(held)
         request_id = tracked.request.request_id
         job_id = self._enter(request_id, offered.context, stored, versions, held=held)
         offered.storing.add(job_id)
-        blocks = list(itertools.chain(*by_group))
-        source = GPULoadStoreSpec(blocks, list(map(len, by_group)), begins)
+        source = GPULoadStoreSpec(blocks, sizes, begins)
         self._next.stores.append(Job(job_id, request_id, source, output.store_spec, versions))
+
+    def _own_places(self, tracked: Tracked, group: int, first: int, end: int) -> Sequence[int]:
+        """Return those chunks that a request has filled whose blocks are all its own."""
+        window, size = self._windows[group], self._block_size
+        if window is not None and self._pool is None:
+            return ()
+        if self._groups[group].has_states:
+            return [n for n in range(first, end) if (group, (n + 1) * size) in tracked.states]
+        passed = first_needed(window, tracked.num_before, size)
+        return range(max(first, -(-passed // self._blocks_per_chunk)), end)
+
+    def _blocks_at(self, tracked: Tracked, group: int, places: Sequence[int]) -> list[int]:
+        per_chunk, block_ids = self._blocks_per_chunk, tracked.groups[group]
+        if self._groups[group].has_states:
+            return [tracked.states[group, (n + 1) * self._block_size] for n in places]
+        return [block_ids[n * per_chunk + i] for n in places for i in range(per_chunk)]
 
     def _enter(
         self,
@@ -594,6 +612,10 @@ class OffloadingScheduler(ConnectorScheduler):
     def has_pending_push_work(self) -> bool:
         """Return whether a request may wait for a job, or the spec wants more steps."""
         return bool(self._in_flight) or self._manager.has_pending_work()
+
+    def has_pending_block_frees(self) -> bool:
+        """Return whether stores hold blocks; those of overdue jobs may never be free."""
+        return any(job.held for job in self._in_flight.values())
 
     def take_events(self) -> Iterable[Any]:
         """Return the events of keys stored or removed; a key contains its weights."""

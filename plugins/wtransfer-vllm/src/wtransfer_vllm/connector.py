@@ -51,6 +51,8 @@ WHOLE_PREFIX = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 """Kinds of KV cache in which a request keeps every block of its prefix."""
 WINDOW = "SlidingWindowSpec"
 """Kind of KV cache in which a request keeps the last blocks of its prefix."""
+STATES = "MambaSpec"
+"""Kind of KV cache in which a request keeps the states after some of its blocks."""
 CAN_RESTART = hasattr(KVConnectorBase_V1, "get_transfer_results")
 """True if this vLLM lets a request begin anew in other blocks."""
 
@@ -251,6 +253,9 @@ class WTransferConnector(KVConnectorBase_V1):
     def has_pending_push_work(self) -> bool:
         return self._inner.has_pending_push_work()
 
+    def has_pending_block_frees(self) -> bool:
+        return self._inner.has_pending_block_frees()
+
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Pass vLLM's block pool on, where vLLM can let a request begin anew in other blocks."""
         if CAN_RESTART:
@@ -274,6 +279,7 @@ class WTransferConnector(KVConnectorBase_V1):
         Raises:
             ConnectorOptionError: The first dimension of a cache does not count blocks.
         """
+        self._layers = tuple(kv_caches)
         for layer, cache in kv_caches.items():
             if cache.shape[0] != self._num_blocks:
                 raise ConnectorOptionError(
@@ -281,7 +287,6 @@ class WTransferConnector(KVConnectorBase_V1):
                     f"that the first dimension counts its {self._num_blocks} blocks; choose an "
                     "attention backend with that layout"
                 )
-        self._layers = tuple(kv_caches)
         self._inner.register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> Any:
@@ -461,41 +466,47 @@ def cache_shape(vllm_config: Any, kv_cache_config: Any, *, supports_hma: bool) -
     """
     block_size = vllm_config.cache_config.block_size
     found = kv_cache_config.kv_cache_groups
-    groups = []
-    for group in found:
-        spec = group.kv_cache_spec
-        parts = getattr(spec, "kv_cache_specs", None)
-        specs = list(parts.values()) if parts else [spec]
-        windows = {_window(each) for each in specs}
-        if (
-            len(windows) > 1
-            or -1 in windows
-            or (not supports_hma and (len(found), *windows) != (1, None))
-        ):
-            raise _refused(found, supports_hma=supports_hma)
-        if spec.block_size != block_size:
-            raise ConnectorOptionError(
-                f"blocks of this model's KV cache have {spec.block_size} tokens and vLLM schedules "
-                f"{block_size} (context parallelism, or groups of other sizes?); wtransfer's "
-                "connectors need them equal"
-            )
-        # All layers are of the only group, also those that share the cache of another.
-        names = tuple(group.layer_names) if len(found) > 1 else ()
-        groups.append(KVCacheGroup(names, *windows))
+    made = [_group(each, is_only=len(found) == 1) for each in found]
+    groups = tuple(each for each in made if each is not None)
+    if len(groups) < len(found) or (not supports_hma and groups != KVCacheConfig().groups):
+        raise _refused(found, supports_hma=supports_hma)
+    for size in {each.kv_cache_spec.block_size for each in found} - {block_size}:
+        raise ConnectorOptionError(
+            f"blocks of this model's KV cache have {size} tokens and vLLM schedules {block_size} "
+            "(context parallelism, or groups of other sizes?); wtransfer's connectors need them "
+            "equal"
+        )
     num_blocks = kv_cache_config.num_blocks
     # Each tensor states the size of the memory in which all of them lie.
-    nbytes = kv_cache_config.kv_cache_tensors[0].size
+    nbytes = max((tensor.size for tensor in kv_cache_config.kv_cache_tensors), default=0)
     per_block = nbytes // num_blocks if num_blocks else 0
-    return KVCacheConfig(num_blocks, block_size, per_block, tuple(groups))
+    return KVCacheConfig(num_blocks, block_size, per_block, groups)
 
 
-def _window(spec: Any) -> int | None:
-    """Return the window of a kind of KV cache; None: a whole prefix, -1: it is of another kind."""
+def _group(group: Any, *, is_only: bool) -> KVCacheGroup | None:
+    """Return a group in wtransfer's words; None: it is of a kind that no connector knows."""
+    parts = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+    # A stage of a pipeline may have no layer of a group.
+    specs = [parts.get(name, group.kv_cache_spec) for name in group.layer_names]
+    kinds = {_kind(spec) for spec in specs or [group.kv_cache_spec]}
+    kind = kinds.pop()
+    if kinds or kind is None:
+        return None
+    # All layers are of the only group, also those that share the cache of another.
+    return KVCacheGroup(() if is_only else tuple(group.layer_names), *kind)
+
+
+def _kind(spec: Any) -> tuple[int | None, bool] | None:
+    """Return window and whether there are states, of a kind of KV cache; None: another kind."""
     kind = type(spec).__name__
     if kind in WHOLE_PREFIX:
-        return None
-    # Tokens that vLLM retains below the window are part of what it wants loaded.
-    return spec.sliding_window + spec.extra_retained_tokens if kind == WINDOW else -1
+        return None, False
+    if kind == WINDOW:
+        # Tokens that vLLM retains below the window are part of what it wants loaded.
+        return spec.sliding_window + spec.extra_retained_tokens, False
+    # In this mode alone vLLM says which block has which state; speculation moves them about.
+    is_told = kind == STATES and spec.mamba_cache_mode == "align"
+    return (None, True) if is_told and not spec.num_speculative_blocks else None
 
 
 def _refused(groups: Sequence[Any], *, supports_hma: bool) -> ConnectorOptionError:
@@ -504,7 +515,10 @@ def _refused(groups: Sequence[Any], *, supports_hma: bool) -> ConnectorOptionErr
         f"{kind} of {len(group.layer_names)} layers"
         for kind, group in zip(kinds, groups, strict=True)
     )
-    moved = f"groups of {', '.join(sorted(WHOLE_PREFIX))} and {WINDOW}"
+    moved = (
+        f"groups of {', '.join(sorted(WHOLE_PREFIX))}, {WINDOW} and {STATES} (the latter with "
+        "prefix caching in mode 'align', and without speculative decoding)"
+    )
     if not supports_hma:
         moved = (
             f"one group of {' or '.join(sorted(WHOLE_PREFIX))}; OffloadingConnector and "
