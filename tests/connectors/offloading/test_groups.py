@@ -321,6 +321,7 @@ def test_cache_with_other_groups_shares_no_block(rig, tmp_path):
 
     assert found(again) == 20
     assert found(other) == 0
+    assert found(rig((KVCacheGroup(),), **tier)) == 0
 
 
 def test_layer_that_no_group_has_is_refused(rig):
