@@ -193,9 +193,10 @@ def test_damaged_blocks_are_computed(engines, fresh, tmp_path, kind):
     # They were removed and stored again.
     block_files(tmp_path)
     forget_prefixes(engine)
-    again, hits = answer(engine)
+    (again, hits), shared = count_hits(engine, lambda: answer(engine), LOCAL_HITS)
     same_for(kind)(again, expected)
-    assert hits == local_hits
+    # A state is kept again where vLLM, which now computes from elsewhere, ends a step there.
+    assert hits + shared == local_hits or (kind == "qwen3_next" and hits > 0)
 
 
 @nightly
