@@ -9,6 +9,7 @@ and the next. A prefix is kept where each group has what it needs of it.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -68,9 +69,9 @@ def longest_prefix(
         longest = end
     is_pending = any(block < longest for block in unknown)
     if is_pending:
-        for group, window in enumerate(windows):
-            for block in range(first, longest if window is not None else first):
-                is_kept(group, block)
+        windowed = [group for group, window in enumerate(windows) if window is not None]
+        for group, block in itertools.product(windowed, range(first, longest)):
+            is_kept(group, block)
     return longest, is_pending
 
 
