@@ -95,6 +95,25 @@ class KVTransferConfig:
 
 
 @dataclass(frozen=True)
+class KVCacheGroup:
+    """Layers that share one block table of a request."""
+
+    layer_names: tuple[str, ...] = ()
+    """Layers of the group; empty: all layers."""
+    window: int | None = None
+    """Tokens that a token attends to, itself included; None: all that are before it. The host
+    releases blocks that the window has passed."""
+    has_states: bool = False
+    """True if a block holds the layers' state after its last token, as of linear attention, and no
+    keys and values. The host names the blocks that will hold one after a step."""
+
+    @property
+    def reach(self) -> int | None:
+        """Window, by which a state is needed where the last token is."""
+        return 2 if self.has_states else self.window
+
+
+@dataclass(frozen=True)
 class KVCacheConfig:
     """Shape of one worker's KV cache."""
 
@@ -105,6 +124,9 @@ class KVCacheConfig:
     bytes_per_block: int = 0
     """KV bytes of one block, of this worker and over all its layers. Connectors that divide a given
     amount of memory into blocks before there is a cache need it: ``OffloadingConnector`` does."""
+    groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(),)
+    """Groups of layers, in the order of ``get_block_ids()``; a block belongs to one group at a
+    time. Several, or a window, need a connector with ``supports_hma``."""
 
 
 @dataclass(frozen=True)
@@ -429,6 +451,11 @@ def _type_name(hint: Any) -> str:
 
 DEFAULT_BLOCK_SIZE = 16
 """Tokens per block where a host does not say."""
+
+
+def cache_groups(kv_cache_config: Any) -> tuple[KVCacheGroup, ...]:
+    """Return the groups of layers of a KV cache; one of all layers where a host does not say."""
+    return getattr(kv_cache_config, "groups", None) or (KVCacheGroup(),)
 
 
 def tokens_per_block(config: Any, kv_cache_config: Any = None) -> int:

@@ -12,7 +12,6 @@ from wtransfer.config import KVCacheConfig, ModelConfig, ParallelConfig
 from wtransfer.connectors.interface import KVConnectorOutput, KVConnectorRole
 from wtransfer.testing.mini_engine.contract import (
     CachedRequestData,
-    KVCacheBlocks,
     NewRequestData,
     Request,
     SchedulerOutput,
@@ -35,19 +34,25 @@ def step(new=(), cached=(), resumed=(), **more):
     """Return a step: requests, each with the tokens that are there, and those that are computed."""
     output = SchedulerOutput(**{name: set(each) for name, each in more.items()})
     for request, before, count in new:
-        blocks = (list(request.block_ids),)
+        blocks = _by_group(request.block_ids)
         output.scheduled_new_reqs.append(
             NewRequestData(request.request_id, request.prompt_token_ids, blocks, before)
         )
         output.num_scheduled_tokens[request.request_id] = count
     data = output.scheduled_cached_reqs = CachedRequestData(resumed_req_ids=set(resumed))
     for request, before, count in cached:
-        blocks = (list(request.block_ids),) if request.request_id in resumed else None
+        blocks = _by_group(request.block_ids) if request.request_id in resumed else None
         data.req_ids.append(request.request_id)
         data.new_block_ids.append(blocks)
         data.num_computed_tokens.append(before)
         output.num_scheduled_tokens[request.request_id] = count
     return output
+
+
+def _by_group(block_ids):
+    """Return blocks by group; those of one group may be given as they are."""
+    groups = block_ids if isinstance(block_ids, tuple) else (block_ids,)
+    return tuple(map(list, groups))
 
 
 class Sides:
@@ -62,6 +67,7 @@ class Sides:
         role: ``kv_role``.
         module_path: Module of a connector that is not registered.
         meets: Whether the scheduler's side gets the handshakes before the first step.
+        groups: KV cache groups; by default one.
         **options: Options of the connector.
     """
 
@@ -76,6 +82,7 @@ class Sides:
         role="kv_both",
         module_path=None,
         meets=True,
+        groups=(),
         **options,
     ):
         self.caches = [
@@ -85,7 +92,7 @@ class Sides:
         nbytes = sum(each[0].nbytes for each in self.caches[0].values())
         config = ServingConfig(
             kv_transfer_config=KVTransferConfig(connector, engine_id, role, module_path, options),
-            cache_config=KVCacheConfig(num_blocks, BLOCK_SIZE, nbytes),
+            cache_config=KVCacheConfig(num_blocks, BLOCK_SIZE, nbytes, groups),
             model_config=ModelConfig(model, "float32"),
         )
         parallel = [
@@ -113,8 +120,9 @@ class Sides:
         return self.scheduler.get_num_new_matched_tokens(request, num_computed)
 
     def allocate(self, request, blocks, num_external=0):
-        request.block_ids = list(blocks)
-        self.scheduler.update_state_after_alloc(request, KVCacheBlocks(blocks), num_external)
+        request.block_ids = blocks if isinstance(blocks, tuple) else list(blocks)
+        held = SimpleNamespace(get_block_ids=lambda: _by_group(blocks))
+        self.scheduler.update_state_after_alloc(request, held, num_external)
 
     def begin(self, request, blocks=range(8)):
         """Let a request have blocks; return how many of its tokens are to be loaded."""

@@ -56,6 +56,7 @@ class Handshake(KVConnectorHandshakeMetadata):
 ANSWERS = {
     "get_num_new_matched_tokens": (0, False),
     "request_finished": (False, None),
+    "has_pending_block_frees": False,
     "has_pending_push_work": False,
     "take_events": (),
     "get_finished": (None, None),
@@ -765,9 +766,10 @@ def test_events_of_all_are_returned():
     assert made.take_events() == [1, 2, 3]
 
 
+@pytest.mark.parametrize("name", ["has_pending_push_work", "has_pending_block_frees"])
 @pytest.mark.parametrize(
     ("answers", "expected"), [([False, False], False), (["raise", True], True)]
 )
-def test_push_work_of_any_is_pending(answers, expected):
-    made, *_ = make(SCHEDULER, *scripted_with("has_pending_push_work", *answers))
-    assert made.has_pending_push_work() is expected
+def test_what_is_pending_of_any_is_pending(name, answers, expected):
+    made, *_ = make(SCHEDULER, *scripted_with(name, *answers))
+    assert getattr(made, name)() is expected

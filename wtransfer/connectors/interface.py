@@ -47,6 +47,16 @@ The life of a request, S beside the scheduler, W beside every worker's model:
 
 A load that fails is a miss: the worker names the blocks, and the host computes them.
 
+A model whose layers attend to different parts of a prefix has several KV cache groups
+(``KVCacheConfig.groups``): a request has blocks of each, and a group with a window keeps only the
+last ones that the window reaches. A connector that says `KVConnectorBase_V1.supports_hma` may be
+given such a cache, others see one group without a window. ``get_block_ids()`` and the steps have a
+list for each group, `request_finished` all blocks in one list. The blocks that a window has passed
+are released while their request runs, and may be others' as soon as the next step is planned: a
+connector that still reads them holds them by the block pool (`bind_gpu_block_pool`, which the host
+calls). A prefix is found where `wtransfer.kv.groups.longest_prefix` says so, and loads outlast
+their step: a request of which one has failed begins anew.
+
 A connector that does not name weights itself (``names_weights``) is made with a fence around each
 side, which needs no line by its author: it keys its store by the token ids or block hashes that it
 sees, and these are encoded with the weights. Call 2 then comes just before the first call 3. The
@@ -62,7 +72,9 @@ names that vLLM gives them, and nothing else:
 *   a step (``scheduler_output``): ``scheduled_new_reqs`` with ``req_id``, ``block_ids``,
     ``num_computed_tokens``; ``scheduled_cached_reqs`` with ``req_ids``, ``resumed_req_ids``,
     ``new_block_ids``, ``num_computed_tokens``; ``num_scheduled_tokens``; ``preempted_req_ids``;
-    and where a host guesses tokens ``scheduled_spec_decode_tokens``;
+    and where a host guesses tokens ``scheduled_spec_decode_tokens``; with groups that have states,
+    ``kv_connector_block_state`` with ``boundary_state_offloads``: by request, group, block and
+    number of tokens of each state that is there after the step;
 *   the configuration: what `wtransfer.connectors.serving_config.Instance` names.
 
 Source: names and signatures are those of vLLM's connectors, of both generations.
@@ -247,6 +259,13 @@ class ConnectorScheduler(ConnectorSide):
         """Return whether steps are needed without a request, to end work that is under way."""
         return False
 
+    def has_pending_block_frees(self) -> bool:
+        """Return whether blocks that the connector holds will be released soon.
+
+        A host without a free block then waits for these, and preempts no request.
+        """
+        return False
+
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Take the host's block pool, once, before the first request.
 
@@ -405,6 +424,9 @@ class KVConnectorBase_V1(ConnectorScheduler, ConnectorWorker, Connector):  # noq
     and this is True of that side: the connector sees token ids and block hashes that are encoded
     with the weights. The rules stand in `wtransfer.connectors.fenced`."""
 
+    supports_hma: ClassVar[bool] = False
+    """True if both sides take a cache of several groups, or with a window: vLLM then keeps its
+    hybrid memory allocator for such a model."""
     requires_kv_delivery: ClassVar[bool] = False
     """True if a request must hand on the KV that it has computed: a host then computes a request
     that is preempted meanwhile once more. If not, a loss costs only a later miss."""

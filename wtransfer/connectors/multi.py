@@ -435,6 +435,9 @@ class MultiScheduler(MultiSide, ConnectorScheduler):
     def has_pending_push_work(self) -> bool:
         return any(self.query_all(lambda c: c.has_pending_push_work()))
 
+    def has_pending_block_frees(self) -> bool:
+        return any(self.query_all(lambda c: c.has_pending_block_frees()))
+
     def take_events(self) -> list[Any]:
         answers = self.query_all(lambda c: list(c.take_events()))
         return [event for events in answers for event in events or ()]

@@ -65,24 +65,27 @@ class RequestNames:
         self._request = request
         self._hashes = hashes
         self._uncacheable = uncacheable
-        self._named: list[OffloadKey] = []
+        self._named: dict[int, list[OffloadKey]] = {}
         self._fingerprint = ""
 
-    def under(self, fingerprint: str, most: int | None = None) -> list[OffloadKey]:
+    def under(self, fingerprint: str, most: int | None = None, group: int = 0) -> list[OffloadKey]:
         """Return the names of all blocks whose tokens are known, in order.
 
         Args:
             fingerprint: Fingerprint of the weights that compute them.
             most: Largest number of names; None: all.
+            group: Number of the KV cache group whose blocks are named.
         """
         if self._uncacheable:
             return []
         self._hashes.extend(_tokens(self._request))
         if fingerprint != self._fingerprint:
-            self._fingerprint, self._named = fingerprint, []
-        for block_hash, check_hash in self._hashes.pairs[len(self._named) :]:
-            self._named.append(fence_key(make_offload_key(block_hash), fingerprint, check_hash))
-        return self._named[:most]
+            self._fingerprint, self._named = fingerprint, {}
+        named = self._named.setdefault(group, [])
+        for block_hash, check_hash in self._hashes.pairs[len(named) :]:
+            key = make_offload_key(block_hash, group)
+            named.append(fence_key(key, fingerprint, check_hash))
+        return named[:most]
 
 
 def _tokens(request: Any) -> Any:

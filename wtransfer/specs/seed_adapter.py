@@ -36,6 +36,7 @@ from wtransfer.config import (
     ParallelConfig,
     ServingConfig,
     blocks_per_chunk,
+    cache_groups,
     tokens_per_block,
 )
 from wtransfer.errors import (
@@ -173,7 +174,10 @@ def to_offloading_config(config: Any, kv_cache_config: Any = None) -> Offloading
     groups = tuple(
         OffloadingGroupConfig(group.kv_cache_spec.block_size, tuple(group.layer_names), number)
         for number, group in enumerate(getattr(kv_cache_config, "kv_cache_groups", None) or ())
-    ) or (OffloadingGroupConfig(tokens_per_block(config, kv_cache_config)),)
+    ) or tuple(
+        OffloadingGroupConfig(tokens_per_block(config, kv_cache_config), group.layer_names, number)
+        for number, group in enumerate(cache_groups(kv_cache_config))
+    )
     bytes_per_block = getattr(kv_cache_config, "bytes_per_block", 0)
     tensors = getattr(kv_cache_config, "kv_cache_tensors", None)
     if tensors and kv_cache_config.num_blocks:
@@ -588,10 +592,17 @@ def seed_caches(
         spec: ``gpu_block_size`` is its number of tokens per block.
 
     Raises:
-        OffloadingOptionError: The bytes of a block cannot be divided among its tokens.
+        OffloadingOptionError: The bytes of a block cannot be divided among its tokens, or the cache
+            has several groups of layers, which handlers of the seed cannot tell apart.
     """
     import torch
 
+    num_groups = len(kv_caches.group_data_refs)
+    if num_groups > 1:
+        raise OffloadingOptionError(
+            f"{type(spec).__name__} is a spec of the seed's API, whose handlers know one group of "
+            f"layers; this KV cache has {num_groups}: choose a spec with get_worker"
+        )
     block_size = int(getattr(spec, "gpu_block_size", 1))
     caches = {}
     for number, each in enumerate(kv_caches.tensors):

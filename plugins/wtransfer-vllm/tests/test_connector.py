@@ -11,6 +11,7 @@ from wtransfer_vllm.names import is_ours, remember
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tests/make_env.py ENV")
 
+from wtransfer.config import KVCacheGroup
 from wtransfer.connectors.interface import KVConnectorBase_V1, KVConnectorMetadata
 from wtransfer.errors import ConnectorOptionError
 from wtransfer.registry.resolve import registry
@@ -19,13 +20,16 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # those of what vLLM imports
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
         FullAttentionSpec,
         KVCacheConfig,
         KVCacheGroupSpec,
+        MambaSpec,
         SlidingWindowSpec,
+        UniformTypeKVCacheSpecs,
     )
     from vllm.v1.outputs import KVConnectorOutput
 
@@ -89,19 +93,37 @@ class Scripted(KVConnectorBase_V1):
         return self.answers.get("stats", {})
 
 
-def cache_config(spec=None, num_groups=1):
-    spec = spec or FullAttentionSpec(
-        block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32
-    )
-    groups = [KVCacheGroupSpec([layer], spec) for layer in LAYERS[:num_groups]]
-    tensors = [bag(size=4 * 1024), bag(size=4 * 1024)]
+PAGE = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+FULL = FullAttentionSpec(block_size=16, **PAGE)
+
+
+def window(size=64, **more):
+    return SlidingWindowSpec(block_size=16, sliding_window=size, **PAGE, **more)
+
+
+def states(mode="align", **more):
+    shapes = {"shapes": ((4, 8), (8, 8)), "dtypes": (torch.float32,) * 2}
+    return MambaSpec(block_size=16, mamba_cache_mode=mode, **shapes, **more)
+
+
+def cache_config(spec=FULL, *others):
+    """Return vLLM's cache: both layers of one group, or each of a group of its own."""
+    specs = (spec, *others)
+    layers = [[layer] for layer in LAYERS] if others else [list(LAYERS)]
+    groups = [KVCacheGroupSpec(names, each) for names, each in zip(layers, specs, strict=True)]
+    # As in vLLM, each part of the one allocation states the size of the whole.
+    tensors = [bag(size=4 * 2 * 1024) for _ in specs]
     return KVCacheConfig(num_blocks=4, kv_cache_tensors=tensors, kv_cache_groups=groups)
+
+
+HYBRID = (FULL, window(64))
 
 
 @pytest.fixture
 def adapter(tmp_path, monkeypatch):
     """Maker of one side of the adapter over the scripted connector."""
     monkeypatch.setattr(Scripted, "answers", {"matched": (0, False), "stays": False})
+    monkeypatch.setattr(Scripted, "supports_hma", False)
     monkeypatch.setenv("WTRANSFER_CACHE", str(tmp_path))
     if not is_ours("connectors", "scripted"):
         registry("connectors").register("scripted", Scripted)
@@ -330,19 +352,120 @@ def test_request_aborted_during_its_load_is_reported_as_received_once(adapter, n
     assert (results.finished_sending, results.finished_recving) == (set(), set())
 
 
-def test_unsupported_kv_caches_are_refused(adapter):
-    with pytest.raises(ConnectorOptionError, match=r"2 groups of layers \(a hybrid model\)"):
-        adapter("SCHEDULER", cache_config(num_groups=2))
-    window = SlidingWindowSpec(
-        block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=64
+def test_cache_that_a_connector_cannot_move_is_refused_by_its_groups(adapter):
+    text = (
+        r"2 groups \(FullAttentionSpec of 1 layers, SlidingWindowSpec of 1 layers\); this "
+        "connector moves one group of FullAttentionSpec or MLAAttentionSpec; OffloadingConnector"
     )
-    with pytest.raises(ConnectorOptionError, match="kind SlidingWindowSpec, which does not keep"):
-        adapter("WORKER", cache_config(window))
-    blocks_of_32 = FullAttentionSpec(
-        block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32
-    )
+    with pytest.raises(ConnectorOptionError, match=text):
+        adapter("SCHEDULER", cache_config(*HYBRID))
+    with pytest.raises(ConnectorOptionError, match=r"1 groups \(SlidingWindowSpec of 2 layers\)"):
+        adapter("WORKER", cache_config(window()))
+    blocks_of_32 = FullAttentionSpec(block_size=32, **PAGE)
     with pytest.raises(ConnectorOptionError, match="have 32 tokens and vLLM schedules 16"):
         adapter("WORKER", cache_config(blocks_of_32))
+
+
+UNKNOWN = ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=64, **PAGE)
+
+
+def test_kind_of_cache_that_no_connector_knows_is_refused_under_any(adapter, monkeypatch):
+    monkeypatch.setattr(Scripted, "supports_hma", True)
+    for others in ((FULL, UNKNOWN), (UNKNOWN,)):
+        with pytest.raises(ConnectorOptionError, match=r"ChunkedLocalAttentionSpec of \d layers"):
+            adapter("SCHEDULER", cache_config(*others))
+    for others in (states("none"), states("all"), states(num_speculative_blocks=2)):
+        with pytest.raises(ConnectorOptionError, match="the latter with prefix caching in mode"):
+            adapter("WORKER", cache_config(FULL, others))
+
+
+@pytest.mark.parametrize(
+    ("specs", "groups"),
+    [
+        ((FULL,), [KVCacheGroup()]),
+        ((window(64),), [KVCacheGroup((), 64)]),
+        (HYBRID, [KVCacheGroup(LAYERS[:1]), KVCacheGroup(LAYERS[1:], 64)]),
+        (
+            (window(64), window(32, extra_retained_tokens=2)),
+            [KVCacheGroup(LAYERS[:1], 64), KVCacheGroup(LAYERS[1:], 34)],
+        ),
+        (
+            (UniformTypeKVCacheSpecs(16, dict.fromkeys(LAYERS, window(48))),),
+            [KVCacheGroup((), 48)],
+        ),
+        ((states(), FULL), [KVCacheGroup(LAYERS[:1], None, True), KVCacheGroup(LAYERS[1:])]),
+    ],
+)
+def test_connector_gets_the_groups_of_vllm(adapter, monkeypatch, specs, groups):
+    monkeypatch.setattr(Scripted, "supports_hma", True)
+    _, inner = adapter("WORKER", cache_config(*specs))
+    assert list(inner.kv_cache_config.groups) == groups
+    assert inner.kv_cache_config.bytes_per_block == 2048
+
+
+def test_vllm_keeps_its_hybrid_allocator_for_connectors_that_say_so():
+    from wtransfer_vllm import connector, plugin
+
+    plugin.register()
+    found = {
+        name: supports_hma(getattr(connector, name))
+        for name in ("wtransfer-OffloadingConnector", "SharedStorageConnector")
+    }
+    assert found == dict.fromkeys(found, True)
+    others = ("SharedMemoryConnector", "ProcessGroupConnector", "wtransfer-MultiConnector")
+    assert not any(supports_hma(getattr(connector, name)) for name in others)
+
+
+@pytest.fixture
+def hybrid(adapter, monkeypatch):
+    """Both sides of the adapter for a model with two groups."""
+    monkeypatch.setattr(Scripted, "supports_hma", True)
+    return [adapter(role, cache_config(*HYBRID)) for role in ("SCHEDULER", "WORKER")]
+
+
+def plan_loads(scheduler, **block_ids):
+    """Plan a step in which requests begin to load into the blocks of two groups."""
+    Scripted.answers["matched"] = (16, True)
+    for name, ids in block_ids.items():
+        scheduler.get_num_new_matched_tokens(request(name), 0)
+        scheduler.update_state_after_alloc(
+            request(name), bag(get_block_ids=lambda ids=ids: ids), 16
+        )
+    return scheduler.build_connector_meta(bag())
+
+
+@pytest.mark.parametrize("named_early", [False, True])
+def test_of_several_groups_vllm_is_told_of_requests_and_not_of_blocks(hybrid, named_early):
+    (scheduler, _), (worker, _) = hybrid
+    metadata = plan_loads(scheduler, a=([1], [2]), b=([3], [0, 2]), c=([3], [4]))
+    Scripted.answers["finished"] = (None, set() if named_early else {"a", "b", "c"})
+    Scripted.answers["errors"] = {2}
+    results, errors = step(worker, metadata)
+    if named_early:
+        assert (results.finished_recving, results.failed_recving, errors) == (set(), set(), set())
+        Scripted.answers["finished"] = (None, {"a", "b", "c"})
+        results, errors = step(worker, plan(scheduler))
+    assert results.finished_recving == {"a", "b", "c"}
+    assert results.failed_recving == {"a", "b"}
+    assert errors == set(), "vLLM would end the engine core"
+
+
+def test_load_within_a_step_is_not_asked_for_where_vllm_takes_no_failure_of_it(hybrid):
+    (scheduler, _), _ = hybrid
+    Scripted.answers["matched"] = (16, False)
+    assert scheduler.get_num_new_matched_tokens(request("r"), 0) == (0, False)
+    Scripted.answers["matched"] = (16, True)
+    assert scheduler.get_num_new_matched_tokens(request("r"), 0) == (16, True)
+    Scripted.answers["matched"] = (None, False)
+    assert scheduler.get_num_new_matched_tokens(request("r"), 0) == (None, False)
+
+
+def test_request_ends_with_the_blocks_of_all_groups(hybrid):
+    (scheduler, inner), _ = hybrid
+    ended = []
+    inner.request_finished = lambda _, block_ids: ended.append(block_ids) or (False, None)
+    assert scheduler.request_finished_all_groups(request("r"), ([1, 2], [0, 3])) == (False, None)
+    assert ended == [[1, 2, 0, 3]]
 
 
 def test_cache_whose_first_dimension_is_not_blocks_is_refused(adapter):
@@ -395,16 +518,15 @@ LEFT = {
     "finish_forward": "loads of a step end before it does",
     "get_external_cache_hit_sources": "vLLM counts them as external",
     "get_kv_connector_kv_cache_events": "events name blocks by hashes of ours, not by vLLM's",
-    "get_loaded_kv_cache_group_ids": "there is one group",
+    "get_loaded_kv_cache_group_ids": "loaded are all groups of a prefix cache, as vLLM takes it",
     "get_mem_pool_context": "the cache lies in vLLM's own memory",
     "has_connector_metadata": "kept by the base class",
-    "has_pending_block_frees": "no transfer of ours frees blocks for others",
     "register_finished_partial_tail": "only whole blocks are kept",
     "reset_capture_state": "nothing is done while graphs are captured",
     "restore_kv_caches": "views of tensors stay valid where their memory is mapped again",
     "role": "kept by the base class",
     "set_host_xfer_buffer_ops": "no buffer of vLLM's is used",
-    "supports_divergent_local_hybrid_hits": "hybrid models are refused",
+    "supports_divergent_local_hybrid_hits": "a load begins where all groups have their blocks",
     "supports_sleep_mode": "it can: no address is registered anywhere",
     "take_events": "events name blocks by hashes of ours, not by vLLM's",
     "unregister_kv_caches": "see restore_kv_caches",

@@ -546,6 +546,24 @@ def test_requests_that_wait_with_kv_start_over(serve, deferred):
     assert left == {"RUNNING", "FINISHED_STOPPED"}
 
 
+def test_load_that_fails_as_the_weights_have_changed_ends_no_request(serve):
+    """Of several KV cache groups workers report the request, and vLLM's policy would end it."""
+
+    class Scheduler(bag):
+        def _handle_failed_recving(self, names):
+            return names
+
+    core, workers = serve()
+    core.scheduler = Scheduler(**vars(core.scheduler))
+    waiting = bag(name="WAITING_FOR_REMOTE_KVS")
+    core.scheduler.requests = {"a": bag(request_id="a", status=waiting, num_computed_tokens=4)}
+    commit(core, workers)
+    assert core.scheduler._handle_failed_recving({"a", "b"}) == {"b"}
+    # It has started over: from now on its loads are its own.
+    core.scheduler.failed_recving_kv_req_ids.clear()
+    assert core.scheduler._handle_failed_recving({"a"}) == {"a"}
+
+
 def test_held_blocks_lose_their_hashes_and_prefix_caching_stays_on(serve):
     core, workers = serve()
     evicted = []

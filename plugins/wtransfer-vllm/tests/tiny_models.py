@@ -112,6 +112,59 @@ EXPERTS = CONFIG | {
 }
 """Configuration of a model of experts."""
 
+SIZES = {name: EXPERTS[name] for name in ("hidden_size", "num_hidden_layers", "head_dim")}
+WINDOW = 64
+"""Tokens that a layer with a sliding window attends to: two blocks."""
+HYBRID = {
+    "gemma3": CONFIG
+    | SIZES
+    | {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "intermediate_size": 2 * HIDDEN,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": HIDDEN // 4,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+    },
+    "gpt_oss": CONFIG
+    | SIZES
+    | {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "intermediate_size": HIDDEN,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "qwen3_next": EXPERTS
+    | {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "shared_expert_intermediate_size": HIDDEN // 2,
+        "head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "mistral": CONFIG
+    | SIZES
+    | {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "intermediate_size": 2 * HIDDEN,
+        "sliding_window": WINDOW,
+        "tie_word_embeddings": False,
+    },
+}
+"""Configurations of models whose layers attend to different parts of a prefix."""
+
 
 def make_twin(folder: Path, config: dict[str, object], seed: int) -> Path:
     """Write a model of a configuration that vLLM can load."""

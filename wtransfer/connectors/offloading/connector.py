@@ -26,11 +26,15 @@ class OffloadingConnector(KVConnectorBase_V1):
        connectors hold blocks (``bind_gpu_block_pool``); elsewhere it waits. The blocks of an
        overdue load stay held until the report (``overdue_blocks_held``), for a thread or a process
        of the spec may still write into them; so they are lost where that never comes.
+    6. Of a model with several KV cache groups each block has a key of its own. Of a window are
+       loaded the last blocks that the tokens to come attend to, and the blocks of a window are held
+       while they are stored.
     """
 
     scheduler_cls = "wtransfer.connectors.offloading.scheduler:OffloadingScheduler"
     worker_cls = "wtransfer.connectors.offloading.worker:OffloadingSide"
     names_weights = True
+    supports_hma = True
     example_options: ClassVar[Mapping[str, Any]] = {"cpu_bytes_to_use": 8 << 30}
     options_cls: ClassVar[tuple[type | str, ...]] = (
         "wtransfer.connectors.offloading.scheduler:OffloadingOptions",

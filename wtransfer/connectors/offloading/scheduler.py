@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 
-from wtransfer.config import blocks_per_chunk
+from wtransfer.config import blocks_per_chunk, cache_groups
 from wtransfer.connectors.fenced import reported_versions
 from wtransfer.connectors.interface import ConnectorScheduler
 from wtransfer.connectors.naming import BlockNaming
@@ -22,10 +22,11 @@ from wtransfer.connectors.offloading.metadata import (
     OffloadingWorkerMetadata,
 )
 from wtransfer.connectors.serving_config import Instance, read_options
-from wtransfer.connectors.tracked_requests import TrackedRequests, only_group
+from wtransfer.connectors.tracked_requests import TrackedRequests, check_groups
 from wtransfer.deadline import Deadline
-from wtransfer.errors import BlockNotKeptError
+from wtransfer.errors import BlockNotKeptError, ConnectorOptionError
 from wtransfer.kv.fence import InvalidatedKeys, SchedulerFence
+from wtransfer.kv.groups import first_needed, longest_prefix
 from wtransfer.specs.factory import DEFAULT, create_spec
 from wtransfer.specs.interface import (
     GPULoadStoreSpec,
@@ -146,6 +147,9 @@ class OffloadingScheduler(ConnectorScheduler):
         self._instance = instance = Instance.of(config)
         spec = create_spec(config, kv_cache_config or config.cache_config, self.default_spec)
         self._manager = adapt_spec(spec).get_manager()
+        # By KV cache group.
+        self._groups = cache_groups(kv_cache_config or config.cache_config)
+        self._windows = tuple(group.reach for group in self._groups)
         self._num_ranks = instance.num_ranks
         self._fence = SchedulerFence(self._num_ranks)
         self._invalidated = InvalidatedKeys()
@@ -156,6 +160,11 @@ class OffloadingScheduler(ConnectorScheduler):
         self._job_s = 1.1 * read_options(OffloadingOptions, own).deadline_s
         self._spec_name = extra.get("tier") or extra.get("spec_name", self.default_spec)
         self._blocks_per_chunk = blocks_per_chunk(extra, self._block_size)
+        if self._blocks_per_chunk > 1 and any(group.has_states for group in self._groups):
+            raise ConnectorOptionError(
+                f"block_size={extra['block_size']}: the states of this model's linear attention "
+                f"are kept by single blocks; leave the option out, or set it to {self._block_size}"
+            )
         self._naming = self._name_blocks({})
         self._requests: dict[str, _Offered] = {}
         self._progress = TrackedRequests()
@@ -217,32 +226,43 @@ class OffloadingScheduler(ConnectorScheduler):
         self._fence.ensure_begun(request.request_id)
         self._progress.know(request)
         # Only now: a request that has no room yet is asked about again and again.
-        num_there = offered.num_there // self._naming.block_size
-        there = self._keys(request.request_id, offered, 0, num_there)
+        chunk = self._naming.block_size
+        num_there = offered.num_there // chunk
+        there = [
+            key
+            for group, window in enumerate(self._windows)
+            for key in self._keys(
+                *(request.request_id, offered, group),
+                first_needed(window, offered.num_there, chunk),
+                num_there,
+            )
+        ]
         if there:
             self._manager.touch(there, offered.context)
         if not num_external_tokens:
             return
         offered.num_loaded = num_external_tokens
-        block_ids = only_group(blocks.get_block_ids())
         first = offered.num_there // self._block_size
         end = first + num_external_tokens // self._block_size
-        self._load(request.request_id, offered, first, block_ids[first:end])
+        self._load(request.request_id, offered, first, end, blocks.get_block_ids())
 
     def _num_hits(self, request_id: str, offered: _Offered, first: int, last: int) -> int | None:
         if self._fence.versions(request_id) is None:
             self._counts["fence_misses_total"] += 1
-        keys = self._keys(request_id, offered, first, last)
-        num_hits, is_pending = 0, False
-        # Every possible hit is looked up, also behind one that is not known yet: a manager that has
-        # to ask does so once for the request, and not once for each block.
-        for key in keys:
-            found = self._manager.lookup(key, offered.context)
-            if found not in (LookupResult.HIT, LookupResult.RETRY):
-                break
-            is_pending |= found is LookupResult.RETRY
-            num_hits += 1
-        return None if is_pending else num_hits
+        keys = [
+            self._keys(request_id, offered, group, first, last)
+            for group in range(len(self._windows))
+        ]
+
+        def is_kept(group: int, chunk: int) -> bool | None:
+            found = self._manager.lookup(keys[group][chunk - first], offered.context)
+            return None if found is LookupResult.RETRY else found is LookupResult.HIT
+
+        last = first + len(keys[0])
+        end, is_pending = longest_prefix(
+            self._windows, self._naming.block_size, first, last, is_kept
+        )
+        return None if is_pending else end - first
 
     def _begin(self, request: Any) -> _Offered:
         """Return what the spec knows of a request that has no blocks of its own.
@@ -273,20 +293,35 @@ class OffloadingScheduler(ConnectorScheduler):
         self._requests[request.request_id] = offered
         return offered
 
-    def _keys(self, request_id: str, offered: _Offered, first: int, end: int) -> list[OffloadKey]:
-        """Return the keys of these chunks, as far as their tokens are known; none if stale."""
+    def _keys(
+        self, request_id: str, offered: _Offered, group: int, first: int, end: int
+    ) -> list[OffloadKey]:
+        """Return keys of a group's chunks, as far as their tokens are known; none if stale."""
         fingerprint = self._fence.fingerprint(request_id)
         if fingerprint is None:
             return []
-        return self._invalidated.valid(offered.names.under(fingerprint, end)[first:])
+        return self._invalidated.valid(offered.names.under(fingerprint, end, group)[first:])
 
     # -- jobs
 
-    def _load(self, request_id: str, offered: _Offered, first: int, block_ids: list[int]) -> None:
-        per_chunk = self._blocks_per_chunk
-        end = first + len(block_ids)
+    def _load(
+        self,
+        request_id: str,
+        offered: _Offered,
+        first: int,
+        end: int,
+        groups: Sequence[Sequence[int]],
+    ) -> None:
+        per_chunk, size = self._blocks_per_chunk, self._block_size
+        check_groups(groups, len(self._windows))
+        keys: list[OffloadKey] = []
+        block_ids: list[int] = []
+        begins = [max(first, first_needed(each, end * size, size)) for each in self._windows]
+        for number, begin in enumerate(begins):
+            chunks = begin // per_chunk, -(-end // per_chunk)
+            keys += self._keys(request_id, offered, number, *chunks)
+            block_ids += groups[number][begin:end]
         versions = self._fence.versions(request_id)
-        keys = self._keys(request_id, offered, first // per_chunk, -(-end // per_chunk))
         try:
             if versions is None:
                 raise BlockNotKeptError("the weights have changed since the look-up")
@@ -295,7 +330,7 @@ class OffloadingScheduler(ConnectorScheduler):
             self._next.gone[request_id] = block_ids
             return
         job_id = self._enter(request_id, offered.context, keys, versions, loaded=block_ids)
-        places = GPULoadStoreSpec(block_ids, block_indices=[first])
+        places = GPULoadStoreSpec(block_ids, [end - begin for begin in begins], begins)
         self._next.loads.append(Job(job_id, request_id, places, source, versions))
 
     def _offer(self, tracked: Tracked) -> None:
@@ -323,35 +358,78 @@ class OffloadingScheduler(ConnectorScheduler):
             self._counts["fence_stores_refused_total"] += end > offered.num_offered
             offered.num_offered = max(end, offered.num_offered)
             return
-        keys = self._keys(request.request_id, offered, offered.num_offered, end)
-        for start in range(0, len(keys), STORE_BATCH):
-            batch = keys[start : start + STORE_BATCH]
-            self._store(tracked, offered, offered.num_offered + start, batch, versions)
-        offered.num_offered += len(keys)
+        first = offered.num_offered
+        keys = [
+            self._keys(request.request_id, offered, group, first, end)
+            for group in range(len(self._windows))
+        ]
+        offered.num_offered = first + len(keys[0])
+        step = max(1, STORE_BATCH // len(keys))
+        for start in range(0, len(keys[0]), step):
+            batch = [each[start : start + step] for each in keys]
+            self._store(tracked, offered, first + start, batch, versions)
 
     def _store(
         self,
         tracked: Tracked,
         offered: _Offered,
         first: int,
-        keys: list[OffloadKey],
+        keys: list[list[OffloadKey]],
         versions: WeightVersions,
     ) -> None:
-        output = self._manager.prepare_store(keys, offered.context)
+        """Store chunks from `first` on; `keys` are those of each group.
+
+        A host releases the blocks of a window, and of states, that later steps do not read, before
+        the store has ended perhaps: they are held until then. Of a chunk of several blocks the
+        first ones may be others' already; it is left out.
+        """
+        places = [
+            self._own_places(tracked, group, first, first + len(each))
+            for group, each in enumerate(keys)
+        ]
+        offer = [
+            each[place - first] for each, own in zip(keys, places, strict=True) for place in own
+        ]
+        output = self._manager.prepare_store(offer, offered.context) if offer else None
         if output is None or not output.keys_to_store:
             return
-        wanted = set(output.keys_to_store)
-        places = [first + i for i, key in enumerate(keys) if key in wanted]
-        per_chunk = self._blocks_per_chunk
-        blocks = [
-            tracked.block_ids[place * per_chunk + i] for place in places for i in range(per_chunk)
-        ]
-        request_id = tracked.request.request_id
         stored = output.keys_to_store
-        job_id = self._enter(request_id, offered.context, stored, versions)
+        wanted = set(stored)
+        blocks: list[int] = []
+        held: list[Any] = []
+        sizes, begins = [], []
+        # In the order in which they were given: by group, and in a group from the first one on.
+        for group, (each, own) in enumerate(zip(keys, places, strict=True)):
+            kept = [place for place in own if each[place - first] in wanted]
+            of_group = self._blocks_at(tracked, group, kept)
+            blocks += of_group
+            sizes.append(len(of_group))
+            begins.append(kept[0] * self._blocks_per_chunk if kept else 0)
+            if self._windows[group] is not None:
+                held += [self._pool.blocks[block] for block in of_group]
+        if held:
+            self._pool.touch(held)
+        request_id = tracked.request.request_id
+        job_id = self._enter(request_id, offered.context, stored, versions, held=held)
         offered.storing.add(job_id)
-        source = GPULoadStoreSpec(blocks, block_indices=[places[0] * per_chunk])
+        source = GPULoadStoreSpec(blocks, sizes, begins)
         self._next.stores.append(Job(job_id, request_id, source, output.store_spec, versions))
+
+    def _own_places(self, tracked: Tracked, group: int, first: int, end: int) -> Sequence[int]:
+        """Return those chunks that a request has filled whose blocks are all its own."""
+        window, size = self._windows[group], self._block_size
+        if window is not None and self._pool is None:
+            return ()
+        if self._groups[group].has_states:
+            return [n for n in range(first, end) if (group, (n + 1) * size) in tracked.states]
+        passed = first_needed(window, tracked.num_before, size)
+        return range(max(first, -(-passed // self._blocks_per_chunk)), end)
+
+    def _blocks_at(self, tracked: Tracked, group: int, places: Sequence[int]) -> list[int]:
+        per_chunk, block_ids = self._blocks_per_chunk, tracked.groups[group]
+        if self._groups[group].has_states:
+            return [tracked.states[group, (n + 1) * self._block_size] for n in places]
+        return [block_ids[n * per_chunk + i] for n in places for i in range(per_chunk)]
 
     def _enter(
         self,
@@ -359,13 +437,15 @@ class OffloadingScheduler(ConnectorScheduler):
         context: ReqContext,
         keys: list[OffloadKey],
         versions: WeightVersions,
+        *,
         loaded: Sequence[int] | None = None,
+        held: Sequence[Any] = (),
     ) -> int:
         """Record a job; `loaded` are the blocks that a load writes, None: a store."""
         job_id = next(self._job_ids)
         ranks, deadline = set(range(self._num_ranks)), Deadline(self._job_s)
         self._in_flight[job_id] = _InFlight(
-            request_id, context, keys, versions, loaded, ranks, deadline
+            request_id, context, keys, versions, loaded, ranks, deadline, held=held
         )
         return job_id
 
@@ -396,8 +476,8 @@ class OffloadingScheduler(ConnectorScheduler):
                 job.success = False
                 continue
             # Before the workers name the request: the host then gives its blocks away.
-            job.held = [self._pool.blocks[each] for each in job.loaded or ()]
-            if job.held:
+            if job.loaded:
+                job.held = [self._pool.blocks[each] for each in job.loaded]
                 self._pool.touch(job.held)
             is_first = not self._overdue
             self._overdue[job_id] = self._in_flight.pop(job_id)
@@ -501,8 +581,8 @@ class OffloadingScheduler(ConnectorScheduler):
             del self._overdue[outcome.job_id]
             # No request has waited for the job, whatever its outcome on other ranks.
             job.success = False
-            if job.held:
-                self._pool.free_blocks(job.held)
+        if job.held:
+            self._pool.free_blocks(job.held)
         offered = self._requests.get(job.request_id)
         if offered is not None:
             offered.storing.discard(outcome.job_id)
@@ -532,6 +612,10 @@ class OffloadingScheduler(ConnectorScheduler):
     def has_pending_push_work(self) -> bool:
         """Return whether a request may wait for a job, or the spec wants more steps."""
         return bool(self._in_flight) or self._manager.has_pending_work()
+
+    def has_pending_block_frees(self) -> bool:
+        """Return whether stores hold blocks; those of overdue jobs may never be free."""
+        return any(job.held for job in self._in_flight.values())
 
     def take_events(self) -> Iterable[Any]:
         """Return the events of keys stored or removed; a key contains its weights."""

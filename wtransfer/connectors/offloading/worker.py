@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import xxhash
 
+from wtransfer.config import cache_groups
 from wtransfer.connectors.interface import ConnectorWorker
 from wtransfer.connectors.offloading.metadata import (
     OffloadingHandshake,
@@ -15,7 +16,7 @@ from wtransfer.connectors.offloading.metadata import (
     Outcome,
 )
 from wtransfer.connectors.serving_config import Instance
-from wtransfer.errors import ConnectorRoleError, StallError
+from wtransfer.errors import CacheLayoutError, ConnectorRoleError, StallError
 from wtransfer.kv.cache_view import byte_rows, page_form
 from wtransfer.kv.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from wtransfer.kv.fence import WorkerFence
@@ -50,6 +51,7 @@ class OffloadingSide(ConnectorWorker):
         self._rank = Instance.of(config).rank
         spec = create_spec(config, kv_cache_config or config.cache_config, self.default_spec)
         self._spec = adapt_spec(spec)
+        self._groups = cache_groups(kv_cache_config or config.cache_config)
         self._fence = WorkerFence(self._rank)
         self._made: OffloadingWorker | None = None
         self._layout = b""
@@ -80,13 +82,26 @@ class OffloadingSide(ConnectorWorker):
             )
             for cache in kv_caches.values()
         ]
-        forms = [page_form(name, cache) for name, cache in kv_caches.items()]
+        forms = {name: page_form(name, cache) for name, cache in kv_caches.items()}
+        layers = [group.layer_names or tuple(kv_caches) for group in self._groups]
+        left_out = kv_caches.keys() - {name for names in layers for name in names}
+        if left_out:
+            raise CacheLayoutError(
+                f"the layers {sorted(left_out)} belong to no group of the KV cache: their keys and "
+                "values would not be kept; name them in KVCacheConfig.groups"
+            )
+        numbers = {name: number for number, name in enumerate(kv_caches)}
         pages = [
-            CanonicalKVCacheRef(number, each.page_size_bytes, form)
-            for number, (each, form) in enumerate(zip(tensors, forms, strict=True))
+            [
+                CanonicalKVCacheRef(numbers[name], tensors[numbers[name]].page_size_bytes, form)
+                for name, form in forms.items()
+                if name in names
+            ]
+            for names in layers
         ]
-        self._layout = xxhash.xxh3_128_digest("\n".join(forms).encode())
-        self._made = self._spec.get_worker(CanonicalKVCaches(tensors, [pages]))
+        described = ("\n".join(page.form for page in group) for group in pages)
+        self._layout = xxhash.xxh3_128_digest("\n\n".join(described).encode())
+        self._made = self._spec.get_worker(CanonicalKVCaches(tensors, pages))
 
     def get_handshake_metadata(self) -> OffloadingHandshake:
         """Return the weight version of this rank, and the digest of its cache layout."""

@@ -46,9 +46,11 @@ def forget_kv(core: Any) -> None:
     #    outcome: their blocks hold KV of the old weights. vLLM does so with a request whose load
     #    has failed. The request has no computed token then, which also keeps its blocks from being
     #    looked for among those that a worker reports as not loaded, by which
-    #    `kv_load_failure_policy` would end the request with an error. Requests that wait with KV
+    #    `kv_load_failure_policy` would end the request with an error; of several KV cache groups
+    #    workers report the request itself. Requests that wait with KV
     #    of their own (loaded, and not scheduled since; a session between two inputs) give their
     #    blocks back and start over as well.
+    _spare_restarting(scheduler)
     for request in getattr(scheduler, "requests", {}).values():
         if request.status.name == "WAITING_FOR_REMOTE_KVS":
             request.num_computed_tokens = 0
@@ -70,6 +72,15 @@ def forget_kv(core: Any) -> None:
         manager.wtransfer_stale = False
     if getattr(core.vllm_config.model_config, "is_multimodal_model", True):
         core.reset_encoder_cache()
+
+
+def _spare_restarting(scheduler: Any) -> None:
+    """Have vLLM end no request for a failed load that starts over in any case."""
+    name = "_handle_failed_recving"
+    handle = getattr(scheduler, name, None)  # older releases take no failed requests
+    if handle is not None and name not in vars(scheduler):
+        spared = scheduler.failed_recving_kv_req_ids
+        setattr(scheduler, name, lambda failed: handle(failed - spared))
 
 
 def _evict_blocks(core: Any) -> bool:

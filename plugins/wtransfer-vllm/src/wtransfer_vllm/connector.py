@@ -11,6 +11,9 @@ the two contracts are decided here and nowhere else:
     for every layer before a step ends.
 *   vLLM's engine core ends if ``get_finished`` names a request that it does not wait for; a
     connector of wtransfer may name a request early, late or twice.
+*   Of a model with several KV cache groups vLLM takes no block that could not be loaded, and with a
+    window it would go on from such a block, although those before it in the window are gone. A
+    connector of wtransfer names blocks; vLLM is told of the requests, which begin anew.
 """
 
 from __future__ import annotations
@@ -24,8 +27,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    SupportsHMA,
 )
 from wtransfer import KVCacheConfig, KVConnectorFactory
+from wtransfer.config import KVCacheGroup
 from wtransfer.connectors.interface import KVConnectorRole as Role
 from wtransfer.errors import ConnectorOptionError
 from wtransfer.registry.resolve import registry
@@ -35,7 +40,7 @@ from wtransfer_vllm.names import is_ours, our_name
 from wtransfer_vllm.vouching import vouch_for_checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import torch
     from wtransfer.connectors.interface import KVConnectorBase_V1 as Connector
@@ -44,6 +49,12 @@ logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its
 
 WHOLE_PREFIX = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 """Kinds of KV cache in which a request keeps every block of its prefix."""
+WINDOW = "SlidingWindowSpec"
+"""Kind of KV cache in which a request keeps the last blocks of its prefix."""
+STATES = "MambaSpec"
+"""Kind of KV cache in which a request keeps the states after some of its blocks."""
+CAN_RESTART = hasattr(KVConnectorBase_V1, "get_transfer_results")
+"""True if this vLLM lets a request begin anew in other blocks."""
 
 
 @dataclass
@@ -54,8 +65,9 @@ class StepMetadata(KVConnectorMetadata):
     """The connector's own metadata."""
     sync_blocks: set[int] = field(default_factory=set)
     """Blocks of the requests that load within this step and compute in it."""
-    loading: set[str] = field(default_factory=set)
-    """Requests whose load begins and outlasts the step; vLLM waits until each is received."""
+    loading: dict[str, set[int]] = field(default_factory=dict)
+    """Requests whose load begins and outlasts the step; vLLM waits until each is received. With
+    their blocks where vLLM has to be told of requests, and not of blocks."""
     ended: set[str] = field(default_factory=set)
     """Requests that have ended and keep their blocks; vLLM waits until each is sent."""
 
@@ -69,8 +81,8 @@ class WTransferConnector(KVConnectorBase_V1):
         kv_cache_config: Shape of the KV cache.
 
     Raises:
-        ConnectorOptionError: An option cannot be used, or the model's KV cache has several groups
-            or is of a kind that forgets parts of a prefix.
+        ConnectorOptionError: An option cannot be used, or the connector cannot move this model's KV
+            cache.
     """
 
     connector_name = ""
@@ -93,10 +105,11 @@ class WTransferConnector(KVConnectorBase_V1):
         is_worker = role is KVConnectorRole.WORKER
         if is_worker:
             vouch_for_checkpoint(vllm_config)
+        supports_hma = CAN_RESTART and self._connector_class().supports_hma
+        shape = cache_shape(vllm_config, kv_cache_config, supports_hma=supports_hma)
+        self._tells_requests = shape.groups != KVCacheConfig().groups
         self._inner: Connector = KVConnectorFactory.create_connector_v1(
-            with_our_names(vllm_config, self.connector_name),
-            Role[role.name],
-            cache_shape(vllm_config, kv_cache_config),
+            with_our_names(vllm_config, self.connector_name), Role[role.name], shape
         )
         self._tp_size = vllm_config.parallel_config.tensor_parallel_size
         self._stats = KVStatsInterval("worker" if is_worker else "scheduler", self._inner.get_stats)
@@ -108,7 +121,7 @@ class WTransferConnector(KVConnectorBase_V1):
         self._layers: tuple[str, ...] = ()
         self._waited: set[str] = set()
         self._step = StepMetadata()
-        self._awaited_received: set[str] = set()
+        self._awaited_received: dict[str, set[int]] = {}
         self._awaited_sent: set[str] = set()
         self._early: set[str] = set()
         self._failed: set[str] = set()
@@ -172,6 +185,15 @@ class WTransferConnector(KVConnectorBase_V1):
     ) -> tuple[int | None, bool]:
         """Return the number of further tokens to load, and whether the load outlasts the step."""
         found, outlasts = self._inner.get_num_new_matched_tokens(request, num_computed_tokens)
+        if found and self._tells_requests and not outlasts:
+            # vLLM takes no failure of such a load; what it then computes would be of other bytes.
+            logger.warning(
+                "%s loads within a step, which this model's KV cache groups do not allow; the "
+                "prefix of request %s is computed",
+                self.connector_name,
+                request.request_id,
+            )
+            found = 0
         self._outlasts[request.request_id] = outlasts
         return found, outlasts
 
@@ -183,7 +205,8 @@ class WTransferConnector(KVConnectorBase_V1):
         if not num_external_tokens:
             return
         if outlasts:
-            self._next.loading.add(request_id)
+            ids = blocks.get_block_ids() if self._tells_requests else ()
+            self._next.loading[request_id] = set().union(*ids)
             self._loading.add(request_id)
         else:
             self._next.sync_blocks.update(*blocks.get_block_ids())
@@ -212,6 +235,12 @@ class WTransferConnector(KVConnectorBase_V1):
         self._loading.discard(request_id)
         return stays, params
 
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Return the same; called where the connector supports several groups."""
+        return self.request_finished(request, [block for group in block_ids for block in group])
+
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
         """Take handshake metadata by rank, before the first step and after a commit."""
         self._inner.set_xfer_handshake_metadata(metadata)
@@ -224,9 +253,12 @@ class WTransferConnector(KVConnectorBase_V1):
     def has_pending_push_work(self) -> bool:
         return self._inner.has_pending_push_work()
 
+    def has_pending_block_frees(self) -> bool:
+        return self._inner.has_pending_block_frees()
+
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Pass vLLM's block pool on, where vLLM can let a request begin anew in other blocks."""
-        if hasattr(KVConnectorBase_V1, "get_transfer_results"):
+        if CAN_RESTART:
             self._inner.bind_gpu_block_pool(gpu_block_pool)
 
     def get_finished_count(self) -> int | None:
@@ -247,6 +279,7 @@ class WTransferConnector(KVConnectorBase_V1):
         Raises:
             ConnectorOptionError: The first dimension of a cache does not count blocks.
         """
+        self._layers = tuple(kv_caches)
         for layer, cache in kv_caches.items():
             if cache.shape[0] != self._num_blocks:
                 raise ConnectorOptionError(
@@ -254,7 +287,6 @@ class WTransferConnector(KVConnectorBase_V1):
                     f"that the first dimension counts its {self._num_blocks} blocks; choose an "
                     "attention backend with that layout"
                 )
-        self._layers = tuple(kv_caches)
         self._inner.register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> Any:
@@ -268,8 +300,8 @@ class WTransferConnector(KVConnectorBase_V1):
         super().bind_connector_metadata(connector_metadata)
         self._step, self._is_judged = connector_metadata, False
         # A request id may be used again: an early report was of the earlier request.
-        self._early -= connector_metadata.loading
-        self._failed -= connector_metadata.loading
+        self._early -= connector_metadata.loading.keys()
+        self._failed -= connector_metadata.loading.keys()
         self._awaited_received |= connector_metadata.loading
         self._awaited_sent |= connector_metadata.ended
         self._inner.bind_connector_metadata(connector_metadata.inner)
@@ -316,8 +348,10 @@ class WTransferConnector(KVConnectorBase_V1):
         self.wait_for_save()
         sent, received = self._inner.get_finished(finished_req_ids)
         named = (sent or set()) | (received or set()) | self._early
-        done_receiving = named & self._awaited_received
-        self._awaited_received -= done_receiving
+        self._tell_requests()
+        done_receiving = named & self._awaited_received.keys()
+        for request_id in done_receiving:
+            del self._awaited_received[request_id]
         done_sending = (named - done_receiving) & self._awaited_sent
         self._awaited_sent -= done_sending
         # A request may be named in the very step after which it turns out to have ended. Once it
@@ -332,6 +366,19 @@ class WTransferConnector(KVConnectorBase_V1):
         results.failed_recving = self._failed & results.finished_recving
         self._failed -= results.failed_recving
         return results
+
+    def _tell_requests(self) -> None:
+        """Replace blocks that could not be loaded by their requests, where vLLM wants these.
+
+        A connector names blocks before their request is received, or with it, so after
+        `get_finished` of the connector and before its answer is used.
+        """
+        if self._tells_requests:
+            self._load_errors |= self._inner.get_block_ids_with_load_errors()
+            for request_id, blocks in self._awaited_received.items():
+                if not blocks.isdisjoint(self._load_errors):
+                    self._failed.add(request_id)
+            self._load_errors = set()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         errors = self._load_errors | self._inner.get_block_ids_with_load_errors()
@@ -358,8 +405,12 @@ def __getattr__(name: str) -> type[WTransferConnector]:
     """
     if not is_ours("connectors", name):
         raise AttributeError(name)
-    attributes = {"connector_name": our_name("connectors", name), "__module__": __name__}
-    made = globals()[name] = type(name, (WTransferConnector,), attributes)
+    ours = our_name("connectors", name)
+    attributes = {"connector_name": ours, "__module__": __name__}
+    # By this base vLLM decides whether it may keep its hybrid memory allocator.
+    supports_hma = CAN_RESTART and registry("connectors").get(ours).supports_hma
+    bases = (WTransferConnector, SupportsHMA) if supports_hma else (WTransferConnector,)
+    made = globals()[name] = type(name, bases, attributes)
     return made
 
 
@@ -401,34 +452,79 @@ def _our_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return ours
 
 
-def cache_shape(vllm_config: Any, kv_cache_config: Any) -> KVCacheConfig:
+def cache_shape(vllm_config: Any, kv_cache_config: Any, *, supports_hma: bool) -> KVCacheConfig:
     """Return the shape of vLLM's KV cache in wtransfer's words.
 
+    Args:
+        vllm_config: vLLM's own.
+        kv_cache_config: vLLM's own.
+        supports_hma: True if the connector takes several groups, and windows.
+
     Raises:
-        ConnectorOptionError: The cache has several groups, or is of a kind that forgets parts of a
-            prefix.
+        ConnectorOptionError: The connector cannot move the cache, as it has several groups or is of
+            a kind that forgets parts of a prefix.
     """
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        raise ConnectorOptionError(
-            f"this model's KV cache has {len(groups)} groups of layers (a hybrid model); "
-            "wtransfer's connectors move one group, in which every layer attends to everything"
-        )
-    spec = groups[0].kv_cache_spec
-    parts = getattr(spec, "kv_cache_specs", None)
-    kinds = {type(each).__name__ for each in (parts.values() if parts else [spec])}
-    if not kinds <= WHOLE_PREFIX:
-        raise ConnectorOptionError(
-            f"this model's KV cache is of the kind {', '.join(sorted(kinds - WHOLE_PREFIX))}, "
-            "which does not keep every block of a prefix; wtransfer's connectors move caches of "
-            f"{' and '.join(sorted(WHOLE_PREFIX))}"
-        )
     block_size = vllm_config.cache_config.block_size
-    if spec.block_size != block_size:
+    found = kv_cache_config.kv_cache_groups
+    made = [_group(each, is_only=len(found) == 1) for each in found]
+    groups = tuple(each for each in made if each is not None)
+    if len(groups) < len(found) or (not supports_hma and groups != KVCacheConfig().groups):
+        raise _refused(found, supports_hma=supports_hma)
+    for size in {each.kv_cache_spec.block_size for each in found} - {block_size}:
         raise ConnectorOptionError(
-            f"blocks of this model's KV cache have {spec.block_size} tokens and vLLM schedules "
-            f"{block_size} (context parallelism?); wtransfer's connectors need them equal"
+            f"blocks of this model's KV cache have {size} tokens and vLLM schedules {block_size} "
+            "(context parallelism, or groups of other sizes?); wtransfer's connectors need them "
+            "equal"
         )
-    nbytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
     num_blocks = kv_cache_config.num_blocks
-    return KVCacheConfig(num_blocks, block_size, nbytes // num_blocks if num_blocks else 0)
+    # Each tensor states the size of the memory in which all of them lie.
+    nbytes = max((tensor.size for tensor in kv_cache_config.kv_cache_tensors), default=0)
+    per_block = nbytes // num_blocks if num_blocks else 0
+    return KVCacheConfig(num_blocks, block_size, per_block, groups)
+
+
+def _group(group: Any, *, is_only: bool) -> KVCacheGroup | None:
+    """Return a group in wtransfer's words; None: it is of a kind that no connector knows."""
+    parts = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+    # A stage of a pipeline may have no layer of a group.
+    specs = [parts.get(name, group.kv_cache_spec) for name in group.layer_names]
+    kinds = {_kind(spec) for spec in specs or [group.kv_cache_spec]}
+    kind = kinds.pop()
+    if kinds or kind is None:
+        return None
+    # All layers are of the only group, also those that share the cache of another.
+    return KVCacheGroup(() if is_only else tuple(group.layer_names), *kind)
+
+
+def _kind(spec: Any) -> tuple[int | None, bool] | None:
+    """Return window and whether there are states, of a kind of KV cache; None: another kind."""
+    kind = type(spec).__name__
+    if kind in WHOLE_PREFIX:
+        return None, False
+    if kind == WINDOW:
+        # Tokens that vLLM retains below the window are part of what it wants loaded.
+        return spec.sliding_window + spec.extra_retained_tokens, False
+    # In this mode alone vLLM says which block has which state; speculation moves them about.
+    is_told = kind == STATES and spec.mamba_cache_mode == "align"
+    return (None, True) if is_told and not spec.num_speculative_blocks else None
+
+
+def _refused(groups: Sequence[Any], *, supports_hma: bool) -> ConnectorOptionError:
+    kinds = (type(group.kv_cache_spec).__name__ for group in groups)
+    described = ", ".join(
+        f"{kind} of {len(group.layer_names)} layers"
+        for kind, group in zip(kinds, groups, strict=True)
+    )
+    moved = (
+        f"groups of {', '.join(sorted(WHOLE_PREFIX))}, {WINDOW} and {STATES} (the latter with "
+        "prefix caching in mode 'align', and without speculative decoding)"
+    )
+    if not supports_hma:
+        moved = (
+            f"one group of {' or '.join(sorted(WHOLE_PREFIX))}; OffloadingConnector and "
+            f"SharedStorageConnector move {moved}"
+        )
+    return ConnectorOptionError(
+        f"this model's KV cache has {len(groups)} groups ({described}); this connector moves "
+        f"{moved}"
+    )

@@ -102,6 +102,12 @@ class Host:
         """Empty vLLM's own prefix cache, so that a prefix can only come by the connector."""
         return self.llm.reset_prefix_cache()
 
+    def kv_cache(self):
+        """Return the shape of vLLM's KV cache: blocks, bytes, and the kind of each group."""
+        config = self._core().scheduler.kv_cache_config
+        kinds = [type(group.kv_cache_spec).__name__ for group in config.kv_cache_groups]
+        return [config.num_blocks, config.kv_cache_tensors[0].size, kinds]
+
     def begin(self, name, prompt, max_tokens, transfer=None):
         """Begin a request that goes on by `step` only."""
         greedy = _greedy(max_tokens, transfer)
