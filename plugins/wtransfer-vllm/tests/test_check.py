@@ -252,7 +252,7 @@ def test_refused_update_ends_the_updates_and_what_serves_is_compared(
 ):
     updated = Engine(1)
 
-    def refuse(self, label, source):
+    def refuse(self, label, source, base=None):
         updated.weights = touched
         return "layer 'x' takes no update"
 
@@ -287,7 +287,8 @@ def test_update_of_a_trainers_own_model_is_compared_last(
 ):
     values, updated, trained = {"A": 1, "B": 2}, Engine(1), object()
 
-    def publish(self, label, source):
+    def publish(self, label, source, base=None):
+        assert base == (tmp_path / "A" / "model" if source is trained else None)
         updated.weights = values[weights if source is trained else label]
         return why if source is trained else None
 

@@ -345,15 +345,16 @@ class Comparison:
         elif self._make_trained is None:
             yield Row(TRAINED, "not run", "with --full no trainer's model is made")
         else:
-            why = self._publish("A of transformers", self._make_trained())
+            base = self._folder / "A" / "model"
+            why = self._publish("A of transformers", self._make_trained(), base)
             served = "B" if why else "A"
             row = self._compare(TRAINED, self._ask(self._updated, prompts), expected[served])
             yield Row(TRAINED, "refused", why) if why and row.result == "right" else row
 
-    def _publish(self, label: str, source: Any) -> str | None:
+    def _publish(self, label: str, source: Any, base: Path | None = None) -> str | None:
         """Update the engine from what a publisher takes; return the reason of a refusal, if any."""
         try:
-            with Publisher(source, **self._publishing) as publisher:
+            with Publisher(source, base=base, **self._publishing) as publisher:
                 publisher.publish(label).raise_unless_ok()
         except WTransferError as error:
             return str(error)
