@@ -471,7 +471,10 @@ def map_concurrently(
         elif isinstance(error := call.error, WTransferError):
             failed[name] = error
         elif error is not None:
-            failed[name] = RemoteError(f"{name}: {type(error).__name__}: {error}", worker=name)
+            # Clients of other projects raise without what the server has said.
+            said = getattr(getattr(error, "response", None), "text", None)
+            text = f"{name}: {type(error).__name__}: {error}{f' ({said:.2000})' if said else ''}"
+            failed[name] = RemoteError(text, worker=name)
             failed[name].__cause__ = error
         else:
             results[name] = call.result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 import weakref
 
 import pytest
@@ -17,6 +18,7 @@ from wtransfer.manifest import KeptPiece, Piece
 from wtransfer.testing.contents import contents
 from wtransfer.weight_sync.identity import module_fingerprint
 from wtransfer.weight_sync.trainer.source import StateDictSource
+from wtransfer.weight_sync.worker import kept as kept_tensors
 from wtransfer.weight_sync.worker.target import StateDictTarget
 
 TOWER = ("tower.0", "tower.1", "tower.small")
@@ -128,6 +130,64 @@ def test_tensor_that_is_overwritten_between_plan_and_commit_is_not_committed(fle
     with pytest.raises(CommitError, match="no worker holds"):
         round_.result()
     assert torch.equal(held["layer.0"], checkpoint()["layer.0"])
+    # Others have written to its model: it is not what it was.
+    assert member.session.state == "empty"
+
+
+def test_proof_of_much_takes_longer_than_the_deadline(fleet, base, monkeypatch):
+    part, held = trained(checkpoint()), copied(checkpoint())
+    made = fleet(part, base=base, deadline_s=1.0)
+    made.join(held)
+    prove, proven = kept_tensors.digest, []
+
+    def prove_slowly(tensor, algorithm):
+        proven.append(tensor)
+        # Before the worker accepts; what it has is proven once more as it is applied.
+        time.sleep(0.5 if len(proven) <= 4 else 0)
+        return prove(tensor, algorithm)
+
+    monkeypatch.setattr(kept_tensors, "digest", prove_slowly)
+    part["layer.0"] += 1
+    assert made.publish("v1").ok
+    assert contents(held) == contents(checkpoint() | part)
+
+
+def test_floats_that_were_cast_are_proven_in_the_dtype_that_the_model_has(fleet, tmp_path, commit):
+    whole = {name: each.bfloat16() for name, each in checkpoint().items()}
+    save_file(whole, tmp_path / "model.safetensors")
+    held, source = copied(whole), Changing({name: each.float() for name, each in whole.items()})
+    made = fleet(source, base=tmp_path)
+    made.join(held, commit=commit, cast=True)
+    assert made.publish("whole").ok
+    source.tensors = trained(whole)
+    source.tensors["layer.0"] += 1
+    assert made.publish("part").ok
+    assert contents(held) == contents(whole | source.tensors)
+
+
+def test_base_that_is_changed_before_it_was_read_is_named(fleet, base):
+    held = copied(checkpoint())
+    made = fleet(trained(checkpoint()), base=base)
+    made.join(held)
+    save_file(checkpoint(5), base / "model.safetensors")
+    with pytest.raises(SourceError, match=r"the base was changed since .* before 'mtp\.head'"):
+        made.publish("v1")
+
+
+class Changing:
+    """A source of a part at one time, and of the whole at another."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    @property
+    def metadata(self):
+        return StateDictSource(self.tensors).metadata
+
+    def iter_full(self):
+        return iter(self.tensors.items())
+
+    iter_local = iter_full
 
 
 class Failing(StateDictTarget):
@@ -166,21 +226,7 @@ def test_whole_update_that_fails_after_a_part_leaves_the_whole_set(fleet, base, 
     held, part = copied(source), trained(source)
     target = Failing(held, commit)
 
-    class Changing:
-        """A source that is the part first, and the whole later."""
-
-        tensors = part
-
-        @property
-        def metadata(self):
-            return StateDictSource(self.tensors).metadata
-
-        def iter_full(self):
-            return iter(self.tensors.items())
-
-        iter_local = iter_full
-
-    changing = Changing()
+    changing = Changing(part)
     made = fleet(changing, base=base)
     made.join(target)
     part["layer.0"] += 1
@@ -352,7 +398,17 @@ def test_tensor_that_the_base_does_not_have_so_is_refused_before_a_byte_moves(
     assert contents(held) == contents(checkpoint())
 
 
-def test_folder_without_a_checkpoint_is_refused_at_once(fleet, tmp_path):
+def test_source_without_a_tensor_is_refused(fleet, base):
+    made = fleet({}, base=base)
+    made.join(copied(checkpoint()))
+    with pytest.raises(SourceError, match="has no tensor"):
+        made.publish("v1")
+
+
+def test_folder_without_a_checkpoint_is_refused_at_once(fleet, base, tmp_path):
+    with pytest.raises(SourceError, match="expected the folder of a checkpoint"):
+        fleet(trained(checkpoint()), base=base / "model.safetensors")
+    (base / "model.safetensors").unlink()
     with pytest.raises(SourceError, match="no checkpoint"):
         fleet(trained(checkpoint()), base=tmp_path)
 

@@ -272,7 +272,7 @@ def test_base_that_cannot_be_made_is_refused_when_the_publisher_is_made(base):
     folder = base(in_int8(weights()), INT8 | {"format": "pack-quantized"})
     with pytest.raises(SourceError, match=r"base.*'pack-quantized'.*cannot be made of the weights"):
         Publisher(weights(), base=folder)
-    with pytest.raises(SourceError, match="no such file or directory"):
+    with pytest.raises(SourceError, match="expected the folder of a checkpoint"):
         Publisher(weights(), base=folder / "nothing")
 
 
@@ -334,3 +334,13 @@ def test_nonfinite_weights_are_found_in_their_scales(fleet, base):
     model["a.weight"][3, 4] = float("nan")
     with pytest.raises(NonfiniteError, match=r"a\.weight_scale"):
         made.publish("v2")
+
+
+def test_weight_that_is_quantised_already_comes_with_its_scale(base):
+    held = in_fp8(weights())
+    folder = base(held, FP8)
+    lost = {name: each for name, each in held.items() if name != "b.weight_scale_inv"}
+    with pytest.raises(
+        SourceError, match=r"'b\.weight' is quantised already .*b\.weight_scale_inv"
+    ):
+        _ = as_source(lost, None, folder).metadata

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wtransfer.checkpoint.source import CheckpointSource
@@ -19,20 +20,23 @@ if TYPE_CHECKING:
 
 
 class BaseCheckpoint:
-    """A checkpoint as it was when it was read first.
+    """A checkpoint, of which each tensor that stays is read once.
 
     Args:
-        folder: Folder of its safetensors files.
+        folder: Folder of its safetensors files, which must not change meanwhile.
 
     Raises:
         SourceError: The folder holds no whole checkpoint.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
+        if not Path(folder).is_dir():
+            raise SourceError(f"base is {str(folder)!r}, expected the folder of a checkpoint")
         # Not by its seal: each of these tensors is read, once.
         self._source = CheckpointSource(folder, sealed=False)
         self._metas = {meta.name: meta for meta in self._source.metadata}
         self._digests: dict[tuple[str, Algorithm], str] = {}
+        self._files = self._file_states()
 
     def kept(
         self,
@@ -55,6 +59,8 @@ class BaseCheckpoint:
 
         Cost: the first time reads what stays.
         """
+        if not sent:
+            raise SourceError("the model has no tensor, and all of the base would stay as it is")
         for meta in sent:
             self._check(meta)
         travelling = {*(meta.name for meta in sent), *tied}
@@ -65,10 +71,20 @@ class BaseCheckpoint:
             key = (meta.name, algorithm)
             if key not in self._digests:
                 self._digests[key] = digest(self._source.tensor(meta.name), algorithm)
+                if self._file_states() != self._files:
+                    raise SourceError(
+                        f"the base was changed since the publisher was made, before {meta.name!r} "
+                        "was read",
+                        piece=meta.name,
+                    )
                 on_progress()
             piece = Piece(meta.name, dtype_name(meta.dtype), tuple(meta.shape))
             found.append(KeptPiece(piece, self._digests[key]))
         return tuple(found)
+
+    def _file_states(self) -> list[tuple[int, int, int]]:
+        found = (file.stat() for file in sorted(self._source.files))
+        return [(each.st_ino, each.st_size, each.st_mtime_ns) for each in found]
 
     def _check(self, sent: ParamMeta) -> None:
         own = self._metas.get(sent.name)

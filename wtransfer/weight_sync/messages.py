@@ -211,12 +211,12 @@ class Received(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """W: still receiving."""
+    """W: still receiving; before its `Accept`, still proving what does not travel."""
 
     round_id: str
     """Round."""
     nbytes: int
-    """Bytes staged so far."""
+    """Bytes staged, or proven, so far."""
 
 
 class Fault(msgspec.Struct, frozen=True):

@@ -274,21 +274,24 @@ def test_refused_update_ends_the_updates_and_what_serves_is_compared(
 
 
 @pytest.mark.parametrize(
-    ("weights", "why", "result"),
+    ("case", "quantised"),
     [
-        ("A", None, "right"),
-        ("B", None, "WRONG"),
-        ("B", "it does not fit", "refused"),
-        ("A", "it does not fit", "WRONG"),
+        (("A", None, "right"), False),
+        (("A", None, "right"), True),
+        (("B", None, "WRONG"), False),
+        (("B", "it does not fit", "refused"), False),
+        (("A", "it does not fit", "WRONG"), True),
     ],
 )
-def test_update_of_a_trainers_own_model_is_compared_last(
-    monkeypatch, tmp_path, weights, why, result
-):
+def test_update_of_a_trainers_own_model_is_compared_last(monkeypatch, tmp_path, case, quantised):
+    weights, why, result = case
+    (tmp_path / "A" / "model").mkdir(parents=True)
+    settings = {"quantization_config": {"quant_method": "fp8"}} if quantised else {}
+    (tmp_path / "A" / "model" / "config.json").write_text(json.dumps(settings))
     values, updated, trained = {"A": 1, "B": 2}, Engine(1), object()
 
     def publish(self, label, source, base=None):
-        assert base == (tmp_path / "A" / "model" if source is trained else None)
+        assert base == (tmp_path / "A" / "model" if quantised and source is trained else None)
         updated.weights = values[weights if source is trained else label]
         return why if source is trained else None
 

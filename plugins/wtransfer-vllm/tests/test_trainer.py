@@ -24,11 +24,11 @@ RANKS = Path(__file__).parent / "live" / "fsdp_ranks.py"
 
 
 @contextmanager
-def serving(model):
+def serving(model, name="plain"):
     """A worker behind HTTP, which commits whenever it can; its client."""
     over = threading.Event()
     with (
-        closing(wtransfer.WorkerSession(model, instance="plain")) as session,
+        closing(wtransfer.WorkerSession(model, name=name, instance=name)) as session,
         closing(wtransfer.WorkerServer(session)) as server,
     ):
 
@@ -145,6 +145,72 @@ def test_worker_that_was_restarted_is_invited_again(pair):
         assert same(pair)
 
 
+def test_one_of_several_workers_behind_a_client_is_invited_again(pair):
+    model, served = pair
+    other = torch.nn.Linear(8, 4)
+
+    class Client:
+        """Leads to two servers, as vLLM's client of several Ray actors does."""
+
+        def __init__(self, *servers):
+            self.clients = [HttpClient(each.address, each.token) for each in servers]
+
+        def init_weight_transfer_engine(self, init_info):
+            for each in self.clients:
+                each.init_weight_transfer_engine(init_info)
+
+        def start_weight_update(self):
+            """Nothing: workers commit by themselves."""
+
+        def finish_weight_update(self, weight_version=None):
+            """Nothing."""
+
+    with (
+        serving(served, "one") as first,
+        serving(other, "two") as second,
+    ):
+        engine = WeightTransferTrainerFactory.trainer_init(
+            trainer.init_info("shm", rank=0),
+            client=Client(first, second),
+            source=ModuleSource(model),
+        )
+        engine.send_weights("v1")
+        # As after its restart: it has forgotten its publisher.
+        engine.client.clients[1].leave(engine.publisher.address)
+        with torch.no_grad():
+            model.weight.add_(1)
+        engine.send_weights("v2")
+        engine.shutdown()
+    assert torch.equal(served.weight, model.weight)
+    assert torch.equal(other.weight, model.weight)
+
+
+def test_metadata_that_fails_leaves_no_rank_in_a_gather(pair):
+    model, served = pair
+
+    class Source(ModuleSource):
+        fails, num_read = True, 0
+
+        def metadata(self):
+            if self.fails:
+                raise OSError("no shapes")
+            return super().metadata()
+
+        def __iter__(self):
+            for each in super().__iter__():
+                self.num_read += 1
+                yield each
+
+    source = Source(model)
+    with serving(served) as server, training(model, server, source=source) as engine:
+        with pytest.raises(OSError, match="no shapes"):
+            engine.send_weights()
+        assert source.num_read == 2
+        source.fails = False
+        engine.send_weights()
+        assert same(pair)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
@@ -154,6 +220,8 @@ def test_worker_that_was_restarted_is_invited_again(pair):
             "no trainer engine 'sgm' here, only",
         ),
         (lambda: trainer.init_info("nccl", rank=0), ValueError, "no trainer engine 'nccl' here"),
+        (lambda: trainer.init_info("shm", rank="0"), TypeError, "rank is '0', expected an integer"),
+        (lambda: trainer.init_info("shm", rank=0, hosts=[]), TypeError, "hosts: given by"),
         (lambda: trainer.TrainerEngine.trainer_init(None, client=None), TypeError, "NoneType, exp"),
         (
             lambda: trainer.TrainerEngine.trainer_init(None, client=None, source={}),
@@ -168,7 +236,7 @@ def test_worker_that_was_restarted_is_invited_again(pair):
             "speed",
         ),
     ],
-    ids=["unknown", "of vLLM", "none", "mapping", "argument"],
+    ids=["unknown", "of vLLM", "rank", "hosts", "none", "mapping", "argument"],
 )
 def test_wrong_input_is_named(call, error, words):
     with pytest.raises(error, match=words):

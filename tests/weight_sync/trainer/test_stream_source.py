@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from wtransfer import StreamSource
-from wtransfer.errors import NoWorkersError, SourceError, StallError, WTransferError
+from wtransfer.errors import NoWorkersError, RoundBusyError, SourceError, WTransferError
 from wtransfer.testing.contents import contents
 from wtransfer.weight_sync.trainer.publisher import Publisher
 from wtransfer.weight_sync.worker.session import WorkerSession
@@ -107,6 +107,37 @@ def test_error_of_the_caller_is_the_one_that_is_raised(export, caplog):
     assert "the export failed" in caplog.text
 
 
+@pytest.mark.parametrize("drained", [False, True])
+def test_stream_has_the_callers_mode_of_gradients_and_keeps_its_own(pair, drained):
+    _, source, _ = pair
+    leaf = torch.nn.Parameter(torch.zeros(3))
+    metadata = [ParamMeta(name, torch.float32, (3,)) for name in "ab"]
+
+    def merge():
+        leaf.add_(1)  # of the caller's mode
+        yield "a", leaf.detach().clone()
+        leaf.add_(1)
+        yield "b", leaf.detach().clone()
+
+    def merge_by_itself():
+        with torch.no_grad():
+            yield from merge()
+
+    def read():
+        if not drained:
+            for _ in source.iter_full():
+                pass
+
+    for stream, grad in ((merge, False), (merge_by_itself, True)):
+        with torch.set_grad_enabled(grad):
+            with source.round(metadata, stream()):
+                reader = threading.Thread(target=read)
+                reader.start()
+                reader.join()
+            assert torch.is_grad_enabled() is grad
+    assert leaf.tolist() == [4.0] * 3
+
+
 def test_error_of_the_stream_ends_the_round_and_is_named(pair, export):
     publisher, source, held = pair
     before = contents(held)
@@ -130,13 +161,13 @@ def test_stream_is_read_once_and_within_its_round_only(export):
         next(late)
         with pytest.raises(SourceError, match="second time"):
             source.iter_local()
-        with pytest.raises(RuntimeError, match="under way"), source.round(export.metadata, export):
+        with pytest.raises(RoundBusyError, match="under way"), source.round([], []):
             pass
     with pytest.raises(SourceError, match="was left"):
         next(late)
 
 
-def test_stream_that_hangs_does_not_hang_the_end_of_its_round():
+def test_stream_that_hangs_does_not_hang_the_end_of_its_round(caplog):
     source = StreamSource(deadline_s=0.1)
     goes_on, is_in = threading.Event(), threading.Event()
 
@@ -152,8 +183,8 @@ def test_stream_that_hangs_does_not_hang_the_end_of_its_round():
             reader.start()
             assert is_in.wait(10)
 
-    with pytest.raises(StallError, match=r"more than 0\.1 s for one tensor"):
-        hang()
+    hang()
+    assert "more than 0.1 s for one tensor" in caplog.text
     goes_on.set()
     reader.join(10)
     with source.round([], []):

@@ -189,6 +189,7 @@ class Publisher:
         self._closing = threading.Lock()
         self._is_shut = False
         self._origin = Origin.of(engine, trainer)
+        kept = None if base is None else BaseCheckpoint(base)
         self._source = as_source(model_or_source, form, base)
         self._sharded: ShardedSource | None = None
         """Gathers the source's tensors; made once one of them is spread over ranks."""
@@ -201,7 +202,6 @@ class Publisher:
         """True once metadata of the source was read, which names the ranks that gather."""
         self._first_look: Call | None = None
         screen = nonfinite != "allow"
-        kept = None if base is None else BaseCheckpoint(base)
         self._make_runner = functools.partial(
             EngineRunner, engine, trainer, dict(options or {}), self._source, screen, base=kept
         )

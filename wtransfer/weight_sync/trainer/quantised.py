@@ -69,9 +69,17 @@ class QuantisedSource:
         """
         found: list[ParamMeta] = []
         num_fitting = 0
-        for meta in self.source.metadata:
+        metadata = self.source.metadata
+        names = {meta.name for meta in metadata}
+        for meta in metadata:
             form = self._forms.get(meta.name)
             num_fitting += form is not None
+            if form and meta.dtype == form.weight.dtype and form.scale.name not in names:
+                raise SourceError(
+                    f"{meta.name!r} is quantised already in the model, which lacks its scale "
+                    f"{form.scale.name!r}",
+                    piece=form.scale.name,
+                )
             if form is None or meta.dtype == form.weight.dtype:
                 found.append(meta)
                 continue

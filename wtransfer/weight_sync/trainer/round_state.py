@@ -43,6 +43,8 @@ class RankAnswers:
 
     worker: Worker
     accept: Accept | None = None
+    proven_nbytes: int = 0
+    """Bytes that do not travel and that the worker has proven so far, before it accepts."""
     num_received: int = 0
     nbytes: int = 0
     """Bytes that the worker has staged so far."""
@@ -281,6 +283,12 @@ class RoundState:
             # Answers come in the order of the data; a repeated one changes nothing.
             before, rank.num_received = rank.num_received, max(rank.num_received, message.seq + 1)
             return rank.num_received > before
+        if isinstance(message, Progress) and rank.accept is None:
+            before, rank.proven_nbytes = (
+                rank.proven_nbytes,
+                max(rank.proven_nbytes, message.nbytes),
+            )
+            return rank.proven_nbytes > before
         if isinstance(message, Progress):
             before, rank.nbytes = rank.nbytes, max(rank.nbytes, message.nbytes)
             return rank.nbytes > before

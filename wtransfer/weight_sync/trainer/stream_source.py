@@ -12,12 +12,13 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
-from wtransfer.errors import SourceError, StallError
+import torch
+
+from wtransfer.calls import on_callers_stream
+from wtransfer.errors import RoundBusyError, SourceError, StallError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-
-    import torch
 
     from wtransfer.weights import ParamMeta
 
@@ -41,6 +42,7 @@ class StreamSource:
 
     def __init__(self, deadline_s: float = 30.0) -> None:
         self._deadline_s = deadline_s
+        self._changing = threading.Lock()
         self._pass: _Pass | None = None
 
     @contextlib.contextmanager
@@ -49,8 +51,8 @@ class StreamSource:
     ) -> Iterator[None]:
         """Have one round, which the block must end, read a stream.
 
-        The rest of the stream is read at the end of the block, also of one that raised: the errors
-        of a stream after another error are logged.
+        The rest of the stream is read at the end of the block, also of one that raised; errors in
+        the rest are logged, and no more of it is read.
 
         Args:
             metadata: Every tensor of the stream, in its order.
@@ -58,24 +60,22 @@ class StreamSource:
                 for, if the engine copies (shm, file, gloo).
 
         Raises:
-            RuntimeError: A round of this source is under way.
-            StallError: The stream did not come to its end in time.
+            RoundBusyError: A round of this source is under way.
         """
-        if self._pass is not None:
-            raise RuntimeError("a round of this source is under way; leave its block first")
-        self._pass = one_pass = _Pass(metadata, stream)
+        one_pass = _Pass(metadata, stream)
+        with self._changing:
+            if self._pass is not None:
+                raise RoundBusyError("a round of this source is under way; leave its block first")
+            self._pass = one_pass
         try:
             yield
-        except BaseException:
+        finally:
             try:
                 one_pass.drain(self._deadline_s)
             except Exception:
-                logger.exception("the rest of the weights could not be read after a failed round")
-            raise
-        else:
-            one_pass.drain(self._deadline_s)
-        finally:
-            self._pass = None
+                logger.exception("the rest of the weights could not be read")
+            finally:
+                self._pass = None
 
     @property
     def metadata(self) -> Sequence[ParamMeta]:
@@ -103,13 +103,18 @@ class StreamSource:
 
 
 class _Pass:
-    """One pass over one stream: by the engine's thread, and then by the one that drains it."""
+    """One pass over one stream: by the engine's thread, and then by the one that drains it.
+
+    Each step runs with the CUDA stream of the thread that has begun the round, and with the mode of
+    gradients of the step before: a generator may have changed it for its own.
+    """
 
     def __init__(
         self, metadata: Iterable[ParamMeta], stream: Iterable[tuple[str, torch.Tensor]]
     ) -> None:
         self.metadata = tuple(metadata)
-        self._stream = iter(stream)
+        self._next = on_callers_stream(iter(stream).__next__)
+        self._with_grad = torch.is_grad_enabled()
         self._begun = self._over = False
         # Held for one step of the stream, which only one thread can take.
         self._step = threading.Lock()
@@ -129,13 +134,26 @@ class _Pass:
                 if self._over:
                     raise SourceError("the block of the round was left; the stream has ended")
                 try:
-                    item = next(self._stream)
+                    item = self._take()
                 except StopIteration:
                     return
             yield item
 
+    def _take(self) -> tuple[str, torch.Tensor]:
+        threads_own = torch.is_grad_enabled()
+        torch.set_grad_enabled(self._with_grad)
+        try:
+            return self._next()
+        finally:
+            self._with_grad = torch.is_grad_enabled()
+            torch.set_grad_enabled(threads_own)
+
     def drain(self, timeout_s: float) -> None:
-        """Read what is left, and let no other thread read any more."""
+        """Read what is left, and let no other thread read any more.
+
+        Raises:
+            StallError: A step that another thread has begun did not end in time.
+        """
         self._over = True
         if not self._step.acquire(timeout=timeout_s):
             raise StallError(
@@ -144,7 +162,8 @@ class _Pass:
                 seconds=timeout_s,
             )
         try:
-            for _ in self._stream:
-                pass
+            with contextlib.suppress(StopIteration):
+                while True:
+                    self._take()
         finally:
             self._step.release()

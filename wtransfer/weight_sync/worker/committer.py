@@ -19,6 +19,7 @@ from wtransfer.calls import Changed, call_apart, check_process, close_at_exit, f
 from wtransfer.errors import (
     ClosedError,
     CommitError,
+    DigestMismatchError,
     RoundAbortedError,
     RoundBusyError,
     SchemaError,
@@ -41,7 +42,7 @@ from wtransfer.weight_sync.worker.weight_state import WeightState
 from wtransfer.weight_version import process_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -251,14 +252,18 @@ class Committer:
         """How the target's weights are quantised; empty where it does not say."""
         return getattr(self._target, "scheme", "")
 
-    def prove_kept(self, manifest: Manifest) -> None:
+    def prove_kept(self, manifest: Manifest, on_progress: Callable[[int], None]) -> None:
         """Raise unless this worker has every tensor of an update that does not travel.
+
+        Args:
+            manifest: The update.
+            on_progress: Called with the bytes that were proven so far.
 
         Raises:
             DigestMismatchError: The first that it lacks, or has with other bytes.
             SchemaError: The target does not tell what it has.
         """
-        self._kept(manifest, self.weight_state.held.tensors)[0].prove()
+        self._kept(manifest, self.weight_state.held.tensors)[0].prove(on_progress)
 
     def _kept(
         self, manifest: Manifest, held: Mapping[str, torch.Tensor] | None
@@ -269,11 +274,11 @@ class Committer:
             manifest: The update.
             held: The set that the model consists of; None: it is not kept.
         """
-        target: Any = self._target
-        base = target.base() if hasattr(target, "base") else None
+        lives_on = getattr(self._target, "base", None)
+        base = lives_on() if callable(lives_on) else None
         own: Mapping[str, torch.Tensor] | None = held if base is None else base
-        if own is None and isinstance(target, StateDictTarget):
-            own = target.present()
+        if own is None and isinstance(self._target, StateDictTarget):
+            own = self._target.present()
         if own is None:
             raise SchemaError(
                 f"{manifest.kept[0].piece.name!r} is not sent, and whether this worker has the "
@@ -352,7 +357,12 @@ class Committer:
             if self._keep_previous and previous.tensors is None and not state.empty:
                 previous = replace(previous, tensors=self._target.capture())
             if held.manifest is not None and held.manifest.kept:
-                handed.tensors = self._whole(held, previous)
+                try:
+                    handed.tensors = self._whole(held, previous)
+                except DigestMismatchError:
+                    # It is not the set before any more that the model computes with.
+                    touched, previous = True, replace(previous, tensors=None)
+                    raise
                 pending = replace(pending, held=replace(held, tensors=handed.tensors))
             touched = True
             self._target.apply(handed)

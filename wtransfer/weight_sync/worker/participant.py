@@ -87,7 +87,7 @@ class Member(Protocol):
     def scheme(self) -> str:
         """How the model's weights are quantised; empty where it does not say."""
 
-    def prove_kept(self, manifest: Manifest) -> None:
+    def prove_kept(self, manifest: Manifest, on_progress: Callable[[int], None]) -> None:
         """Raise unless this worker has every tensor of an update that does not travel."""
 
     def notes(self) -> list[str]:
@@ -180,7 +180,7 @@ class StagedUpdate:
             )
         if manifest.kept:
             # Before it accepts, with the model as it serves; and once more as they are applied.
-            member.prove_kept(manifest)
+            member.prove_kept(manifest, self._proven)
         if casts:
             notes.append("casts floating dtypes at commit")
         # The manifest of the layout: equal manifests of round after round are one object.
@@ -255,6 +255,11 @@ class StagedUpdate:
         if staging is None:
             raise RoundAbortedError(f"the round was ended: {self.dropped}")
         return staging
+
+    def _proven(self, nbytes: int) -> None:
+        if self.dropped is not None:
+            raise RoundAbortedError(f"the round was ended: {self.dropped}")
+        self._progress(nbytes)
 
     def _progress(self, nbytes: int) -> None:
         now = time.monotonic()

@@ -453,7 +453,8 @@ class WeightState(Generic[TUpdate]):
     def weights_lost(self, reason: str) -> None:
         """Record that the model's weights belong to no known version, until the next commit.
 
-        Keep the pending set: it is complete by itself, without the lost weights.
+        Keep the pending set: it is complete by itself, without the lost weights, or its commit
+        finds that it is not.
         """
         with self.changed:
             self.held = self.held.lost()

@@ -136,7 +136,7 @@ def check(
     has loaded the same weights.
 
     The exit code is 0 if every row that ran is right; 1 if one is WRONG; 2 if nothing could be
-    checked; 3 if an update was refused and the engine served on.
+    checked; 3 if an update from a checkpoint was refused and the engine served on.
     """
     begun = time.monotonic()
     document: dict[str, Any] = {"model": model, "full": full, "backend": backend}
@@ -345,7 +345,9 @@ class Comparison:
         elif self._make_trained is None:
             yield Row(TRAINED, "not run", "with --full no trainer's model is made")
         else:
-            base = self._folder / "A" / "model"
+            folder = self._folder / "A" / "model"
+            settings = json.loads((folder / "config.json").read_text())
+            base = folder if settings.get("quantization_config") else None
             why = self._publish("A of transformers", self._make_trained(), base)
             served = "B" if why else "A"
             row = self._compare(TRAINED, self._ask(self._updated, prompts), expected[served])

@@ -105,7 +105,12 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
             return False
 
     def digest(self, name: str, algorithm: Algorithm) -> str:
-        """Return a tensor's digest; it is read once, for the files are `unchanged`."""
+        """Return a tensor's digest, read once.
+
+        Raises:
+            SourceError: The files were changed since.
+        """
+        self._check_unchanged()
         if (name, algorithm) not in self._digests:
             self._digests[name, algorithm] = digest(self._source.tensor(name), algorithm)
         return self._digests[name, algorithm]
@@ -116,12 +121,15 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._source.tensor(name)
 
-    def __iter__(self) -> Iterator[str]:
+    def _check_unchanged(self) -> None:
         if not self.unchanged():
             raise SourceError(
                 "the checkpoint that vLLM started from was overwritten since; there is no way back "
                 "to those weights"
             )
+
+    def __iter__(self) -> Iterator[str]:
+        self._check_unchanged()
         return (meta.name for meta in self._source.metadata)
 
     def __len__(self) -> int:

@@ -30,6 +30,8 @@ try:
     from vllm.distributed.weight_transfer import base
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 except ImportError as error:
+    if error.name == "vllm":
+        raise
     raise ImportError(
         "this vLLM has no factory of trainer engines, which came with vLLM 0.27; "
         "wtransfer.Publisher(model, hosts=[URL]) needs none"
@@ -43,6 +45,9 @@ if TYPE_CHECKING:
     from wtransfer.weight_sync.report import Report
 
 logger = logging.getLogger(__name__)
+
+DEADLINE_S = 30.0
+"""The deadline of a `wtransfer.Publisher` that is given no other, in seconds."""
 
 
 @dataclass
@@ -75,11 +80,11 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
         self.rank = info.rank
         self.is_sender = info.is_sender
         self.report: Report | None = None
-        """Report of the last round, on the sender."""
+        """Report of the last round, on the sender; None where it was aborted."""
         self.publisher: Publisher | None = None
         """The publisher, on the sender."""
         self._num_rounds = 0
-        self._stream = StreamSource()
+        self._stream = StreamSource(info.publisher.get("deadline_s", DEADLINE_S))
         if self.is_sender:
             self.publisher = Publisher(
                 self._stream,
@@ -107,7 +112,9 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
     def send_weights(self, weight_version: str | None = None) -> Report | None:
         """Publish the weights as they are now: every worker commits, or all keep what they have.
 
-        The source is read to its end in any case, so that no rank waits for another in a gather.
+        The source is read to its end in any case, so that no rank waits for another in a gather;
+        unless one tensor takes longer than the publisher's deadline. A client that has forgotten
+        its publisher, as a server that was restarted, is invited again.
 
         Args:
             weight_version: Label. Default: ``round-1``, ``round-2`` and so on.
@@ -120,17 +127,20 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
                 has them: its `report` names those that went back.
         """
         self._num_rounds += 1
-        metadata = [
-            ParamMeta(each.name, each.dtype, tuple(each.shape)) for each in self.source.metadata()
-        ]
+        self.report = None
+        try:
+            metadata = [ParamMeta(m.name, m.dtype, tuple(m.shape)) for m in self.source.metadata()]
+        except BaseException:
+            # The other ranks may have come to their gathers.
+            for _ in _pass_over(self.source):
+                pass
+            raise
         if self.publisher is None:
             for _ in _pass_over(self.source):
                 pass
             return None
         with self._stream.round(metadata, _pass_over(self.source)):
-            if not self.publisher.workers():
-                # A server that was restarted meanwhile has forgotten its publisher.
-                self.publisher.invite()
+            self.publisher.invite()
             label = weight_version or f"round-{self._num_rounds}"
             self.report = self.publisher.publish(label)
         return self.report.raise_unless_ok()
@@ -154,13 +164,18 @@ def init_info(
 
     Raises:
         ValueError: There is no such engine.
+        TypeError: `rank` is no integer, or an argument is not for the caller to give.
     """
-    known = _register()
-    if backend not in known:
+    if backend not in _infos:
         raise ValueError(
-            f"wtransfer has no trainer engine {backend!r} here, only {', '.join(sorted(known))}"
+            f"wtransfer has no trainer engine {backend!r} here, only {', '.join(sorted(_infos))}"
         )
-    return known[backend](options or {}, publisher, rank=rank)
+    if type(rank) is not int:
+        # No other value is rank 0, which sends.
+        raise TypeError(f"rank is {rank!r}, expected an integer")
+    if given := sorted({"engine", "form", "hosts"} & publisher.keys()):
+        raise TypeError(f"{', '.join(given)}: given by the backend, the source and the client")
+    return _infos[backend](options or {}, publisher, rank=rank)
 
 
 def _pass_over(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -173,12 +188,10 @@ def _pass_over(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
 _infos: dict[str, type[TrainerInfo]] = {}
 
 
-def _register() -> dict[str, type[TrainerInfo]]:
-    """Enter every engine in vLLM's factory once, by its name among vLLM's workers."""
+def _register() -> None:
+    """Enter every engine in vLLM's factory, by its name among vLLM's workers."""
     register_engines()
     for name in vllm_names("engines").values():
-        if name in _infos:
-            continue
         info = type("TrainerInfo", (TrainerInfo,), {"backend": name})
         engine = type("TrainerEngine", (TrainerEngine,), {"init_info_cls": info})
         try:
@@ -187,7 +200,6 @@ def _register() -> dict[str, type[TrainerInfo]]:
             logger.warning("vLLM has a trainer engine %r of its own; wtransfer's is left out", name)
         else:
             _infos[name] = info
-    return _infos
 
 
 _register()
