@@ -10,6 +10,7 @@ import torch
 from sides import BLOCK_SIZE, request_of, step
 
 from wtransfer.config import KVCacheGroup
+from wtransfer.deadline import Deadline
 from wtransfer.errors import CacheLayoutError, ConnectorOptionError
 from wtransfer.kv.groups import first_needed, longest_prefix
 from wtransfer.specs.interface import LookupResult
@@ -349,3 +350,29 @@ def test_seed_spec_is_refused_where_its_handlers_would_mix_up_groups():
         OffloadingOptionError, match="know one group of layers; this KV cache has 2"
     ):
         seed_caches(CanonicalKVCaches([tensor], [[], []]), SimpleNamespace(gpu_block_size=4))
+
+
+def test_layer_that_shares_the_cache_of_another_is_kept_with_that(rig):
+    made = rig()
+    caches = made.caches[0]
+    side = made.workers[0].side
+    side.register_kv_caches(caches | {"c": caches["b"]})
+    with pytest.raises(CacheLayoutError, match=r"the layers \['d'\] belong to no group"):
+        side.register_kv_caches(caches | {"c": caches["b"], "d": caches["b"].clone()})
+
+
+def test_blocks_that_an_overdue_store_only_reads_are_given_back(rig):
+    made = rig(deadline_s=0.05)
+    made.workers[0].side._worker.get_finished = list  # it reports nothing
+    request = request_of("r", 24)
+    made.ask(request)
+    made.allocate(request, (FULL, LAST))
+    made.step(step(new=[(request, 0, 24)]))
+    assert made.pool.held == LAST
+    deadline = Deadline(10.0)
+    while made.pool.held:
+        deadline.check("the end of the store")
+        made.step()
+    assert not made.scheduler.has_pending_block_frees()
+    stats = made.scheduler.get_stats()
+    assert (stats["overdue_jobs_total"], stats["overdue_blocks_held"]) == (1, 0)

@@ -359,6 +359,8 @@ class OffloadingScheduler(ConnectorScheduler):
             offered.num_offered = max(end, offered.num_offered)
             return
         first = offered.num_offered
+        if end <= first:
+            return
         keys = [
             self._keys(request.request_id, offered, group, first, end)
             for group in range(len(self._windows))
@@ -481,6 +483,10 @@ class OffloadingScheduler(ConnectorScheduler):
                 self._pool.touch(job.held)
             is_first = not self._overdue
             self._overdue[job_id] = self._in_flight.pop(job_id)
+            if job.loaded is None and job.held:
+                # It only reads, and is never looked up: it has failed, whatever it reports.
+                self._pool.free_blocks(job.held)
+                job.held = []
             self._next.overdue.append(job_id)
             self._counts["overdue_jobs_total"] += 1
             if (offered := self._requests.get(job.request_id)) is not None:

@@ -84,7 +84,10 @@ class OffloadingSide(ConnectorWorker):
         ]
         forms = {name: page_form(name, cache) for name, cache in kv_caches.items()}
         layers = [group.layer_names or tuple(kv_caches) for group in self._groups]
-        left_out = kv_caches.keys() - {name for names in layers for name in names}
+        grouped = {name for names in layers for name in names}
+        # A layer that shares the cache of another is kept with that.
+        kept = {_place(cache) for name, cache in kv_caches.items() if name in grouped}
+        left_out = [name for name, cache in kv_caches.items() if _place(cache) not in kept]
         if left_out:
             raise CacheLayoutError(
                 f"the layers {sorted(left_out)} belong to no group of the KV cache: their keys and "
@@ -255,3 +258,8 @@ class SharedStorageSide(OffloadingSide):
     """The worker's side of `wtransfer.connectors.shared_storage.SharedStorageConnector`."""
 
     default_spec = "file"
+
+
+def _place(cache: torch.Tensor) -> tuple[int, torch.Size]:
+    """Return the memory of a layer's cache."""
+    return cache.data_ptr(), cache.shape

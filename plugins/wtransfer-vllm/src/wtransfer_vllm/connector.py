@@ -53,6 +53,10 @@ WINDOW = "SlidingWindowSpec"
 """Kind of KV cache in which a request keeps the last blocks of its prefix."""
 STATES = "MambaSpec"
 """Kind of KV cache in which a request keeps the states after some of its blocks."""
+UNIFIED = (
+    "; or start vLLM with --disable-hybrid-kv-cache-manager, which makes one group of those it can"
+)
+"""Way out for a model of several groups, at the cost of the memory that windows would save."""
 CAN_RESTART = hasattr(KVConnectorBase_V1, "get_transfer_results")
 """True if this vLLM lets a request begin anew in other blocks."""
 
@@ -474,7 +478,7 @@ def cache_shape(vllm_config: Any, kv_cache_config: Any, *, supports_hma: bool) -
         raise ConnectorOptionError(
             f"blocks of this model's KV cache have {size} tokens and vLLM schedules {block_size} "
             "(context parallelism, or groups of other sizes?); wtransfer's connectors need them "
-            "equal"
+            f"equal{UNIFIED if len(found) > 1 else ''}"
         )
     num_blocks = kv_cache_config.num_blocks
     # Each tensor states the size of the memory in which all of them lie.
@@ -526,5 +530,5 @@ def _refused(groups: Sequence[Any], *, supports_hma: bool) -> ConnectorOptionErr
         )
     return ConnectorOptionError(
         f"this model's KV cache has {len(groups)} groups ({described}); this connector moves "
-        f"{moved}"
+        f"{moved}{UNIFIED if supports_hma and len(groups) > 1 else ''}"
     )
