@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from wtransfer.errors import GroupError, PeerLostError, StallError
-from wtransfer.weight_sync.messages import Hello, Progress
+from wtransfer.weight_sync.messages import Accept, Hello, Progress
 from wtransfer.weight_sync.trainer.coordinator import Coordinator, Rules
 from wtransfer.weight_sync.trainer.engine_runner import Origin
 from wtransfer.weight_sync.trainer.membership import Membership
@@ -47,6 +47,7 @@ def group():
 
 def move(round_, workers, nbytes):
     for worker, each in zip(workers, nbytes, strict=True):
+        round_.state.answer(worker, Accept(round_.round_id, []))
         round_.state.answer(worker, Progress(round_.round_id, each))
 
 

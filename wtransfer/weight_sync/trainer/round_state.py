@@ -284,10 +284,8 @@ class RoundState:
             before, rank.num_received = rank.num_received, max(rank.num_received, message.seq + 1)
             return rank.num_received > before
         if isinstance(message, Progress) and rank.accept is None:
-            before, rank.proven_nbytes = (
-                rank.proven_nbytes,
-                max(rank.proven_nbytes, message.nbytes),
-            )
+            before = rank.proven_nbytes
+            rank.proven_nbytes = max(before, message.nbytes)
             return rank.proven_nbytes > before
         if isinstance(message, Progress):
             before, rank.nbytes = rank.nbytes, max(rank.nbytes, message.nbytes)
