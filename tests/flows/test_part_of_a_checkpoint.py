@@ -55,7 +55,9 @@ def digests(tensors):
     return {name: digest(each) for name, each in tensors.items()}
 
 
-@pytest.mark.parametrize("engine", ["shm", "file", "gloo"])
+@pytest.mark.parametrize(
+    "engine", ["shm", *(pytest.param(name, marks=pytest.mark.slow) for name in ("file", "gloo"))]
+)
 def test_part_reaches_workers_that_are_killed_and_started_again(start, engine, tmp_path):
     checkpoint = whole()
     part = {name: each.clone() for name, each in checkpoint.items() if name.startswith("layer")}

@@ -50,7 +50,7 @@ def held(worker):
     return HttpClient(worker.url, worker.token).weight_info(digests=True)["digests"]
 
 
-@pytest.mark.parametrize("engine", ["shm", "file"])
+@pytest.mark.parametrize("engine", ["shm", pytest.param("file", marks=pytest.mark.slow)])
 def test_worker_process_has_each_round_what_a_quantised_checkpoint_would_have(
     worker, engine, tmp_path
 ):

@@ -6,13 +6,16 @@ import gc
 import logging
 import time
 import weakref
+from contextlib import closing
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from wtransfer import WorkerSession
 from wtransfer.checkpoint.base_checkpoint import BaseCheckpoint
+from wtransfer.deadline import Deadline
 from wtransfer.errors import CommitError, DigestMismatchError, SchemaError, SourceError
 from wtransfer.manifest import KeptPiece, Piece
 from wtransfer.testing.contents import contents
@@ -357,6 +360,30 @@ def test_versions_in_files_state_what_stays(fleet, base, tmp_path):
     report = made.finish(made.publisher.rollback("v1", wait=False))
     assert (report.fingerprint, report.ok) == (first, True)
     assert contents(held) == contents(checkpoint())
+
+
+def test_worker_that_follows_versions_in_files_proves_what_stays(fleet, base, tmp_path):
+    part, store = trained(checkpoint()), tmp_path / "store"
+    made = fleet(part, base=base, engine="file", options={"path": str(store)})
+    made.join(copied(checkpoint()))
+    part["layer.0"] += 1
+    fingerprint = made.publish("v1").fingerprint
+    right, wrong = copied(checkpoint()), copied(checkpoint(5))
+    with (
+        closing(WorkerSession(right, join=f"file:{store}")) as follower,
+        closing(WorkerSession(wrong, join=f"file:{store}")) as other,
+    ):
+        deadline = Deadline(10.0)
+        while follower.version != "v1" or other.status().refusal is None:
+            deadline.check("both workers")
+            follower.commit_pending(0.01)
+            other.commit_pending(0.01)
+        assert (follower.fingerprint, contents(right)) == (
+            fingerprint,
+            contents(checkpoint() | part),
+        )
+        assert "is not sent, and this worker has other bytes" in str(other.status().refusal)
+    assert contents(wrong) == contents(checkpoint(5))
 
 
 def test_base_is_read_once_and_by_each_algorithm(base, monkeypatch):
