@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from wtransfer.checkpoint.file_state import file_states
 from wtransfer.checkpoint.source import CheckpointSource
 from wtransfer.errors import SourceError
 from wtransfer.manifest import KeptPiece, Piece
@@ -36,7 +37,7 @@ class BaseCheckpoint:
         self._source = CheckpointSource(folder, sealed=False)
         self._metas = {meta.name: meta for meta in self._source.metadata}
         self._digests: dict[tuple[str, Algorithm], str] = {}
-        self._files = self._file_states()
+        self._files = file_states(self._source.files)
 
     def kept(
         self,
@@ -71,7 +72,7 @@ class BaseCheckpoint:
             key = (meta.name, algorithm)
             if key not in self._digests:
                 self._digests[key] = digest(self._source.tensor(meta.name), algorithm)
-                if self._file_states() != self._files:
+                if file_states(self._source.files) != self._files:
                     raise SourceError(
                         f"the base was changed since the publisher was made, before {meta.name!r} "
                         "was read",
@@ -81,10 +82,6 @@ class BaseCheckpoint:
             piece = Piece(meta.name, dtype_name(meta.dtype), tuple(meta.shape))
             found.append(KeptPiece(piece, self._digests[key]))
         return tuple(found)
-
-    def _file_states(self) -> list[tuple[int, int, int]]:
-        found = (file.stat() for file in sorted(self._source.files))
-        return [(each.st_ino, each.st_size, each.st_mtime_ns) for each in found]
 
     def _check(self, sent: ParamMeta) -> None:
         own = self._metas.get(sent.name)

@@ -7,11 +7,10 @@ import pytest
 import torch
 import wtransfer
 from engines import PROMPTS, Engine, publish, start_ranks
-from tiny_models import CONFIG, EXPERTS, HIDDEN, make_twin
+from tiny_models import CONFIG, EXPERTS, HIDDEN, HYBRID, SIZES, make_twin
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
-SIZES = {name: EXPERTS[name] for name in ("hidden_size", "num_hidden_layers", "head_dim")}
 CONFIGS = {
     "qwen3_moe": EXPERTS,
     "mixtral": CONFIG
@@ -25,30 +24,9 @@ CONFIGS = {
         "sliding_window": None,
         "tie_word_embeddings": False,
     },
-    "gpt_oss": CONFIG
-    | SIZES
-    | {
-        "architectures": ["GptOssForCausalLM"],
-        "model_type": "gpt_oss",
-        "intermediate_size": HIDDEN,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "attention_bias": True,
-        "tie_word_embeddings": False,
-    },
-    "qwen3_next": EXPERTS
-    | {
-        "architectures": ["Qwen3NextForCausalLM"],
-        "model_type": "qwen3_next",
-        "shared_expert_intermediate_size": HIDDEN // 2,
-        "head_dim": 64,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
+    # The window that it has where its configuration states none.
+    "gpt_oss": HYBRID["gpt_oss"] | {"sliding_window": 128},
+    "qwen3_next": HYBRID["qwen3_next"],
 }
 NUM_STEPS = 5
 OPTIONS = {"dtype": "bfloat16", "max_model_len": 512, "kv_cache_memory_bytes": 64 << 20}

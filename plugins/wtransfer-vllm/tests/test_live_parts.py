@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing
 import pytest
 import torch
 import wtransfer
+from architectures import FILES, VISION
 from engines import PROMPTS, Engine, publish
 from safetensors.torch import load_file, save_file
 from tiny_models import CONFIG, write_tokenizer
@@ -23,14 +24,6 @@ TEXT = CONFIG | {
     "tie_word_embeddings": False,
     "pad_token_id": None,
 }
-VISION = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
 IDEFICS3 = {
     "architectures": ["Idefics3ForConditionalGeneration"],
     "text_config": TEXT,
@@ -40,10 +33,6 @@ IDEFICS3 = {
     "pad_token_id": None,
     "tie_word_embeddings": False,
     "dtype": "bfloat16",
-}
-FILES = {
-    "preprocessor_config.json": {"image_processor_type": "Idefics3ImageProcessor"},
-    "processor_config.json": {"processor_class": "Idefics3Processor"},
 }
 BACKEND = {"weight_transfer_config": {"backend": "shm"}}
 OPTIONS = {"dtype": "bfloat16", "max_model_len": 512, "kv_cache_memory_bytes": 64 << 20}
@@ -63,7 +52,7 @@ def make(folder):
             each.normal_(0, 0.2 if each.ndim > 1 else 0.05)
     model.save_pretrained(folder)
     write_tokenizer(folder)
-    for name, contents in FILES.items():
+    for name, contents in FILES["Idefics3 (vision), by text"].items():
         (folder / name).write_text(json.dumps(contents))
     return load_file(folder / "model.safetensors")
 

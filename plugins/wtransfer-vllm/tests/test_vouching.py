@@ -17,6 +17,7 @@ from msgspec import structs
 from safetensors.torch import load_file, save_file
 from torch import nn
 from wtransfer import CheckpointSource, Publisher, WorkerSession
+from wtransfer.checkpoint.file_state import FileState
 from wtransfer.checkpoint.source import seal
 from wtransfer.testing.fleet import Fleet
 from wtransfer.weight_sync.worker import committer as committer_module
@@ -24,7 +25,6 @@ from wtransfer.weight_sync.worker.target import StateDictTarget
 from wtransfer.weight_version import ProcessWeights
 
 from wtransfer_vllm import vouching
-from wtransfer_vllm.checkpoint import FileState
 from wtransfer_vllm.member import Member, Place
 from wtransfer_vllm.target import VllmTarget
 from wtransfer_vllm.vouching import CheckpointFiles, vouch_for_checkpoint, weights_were_replaced

@@ -47,9 +47,9 @@ def forget_kv(core: Any) -> None:
     #    has failed. The request has no computed token then, which also keeps its blocks from being
     #    looked for among those that a worker reports as not loaded, by which
     #    `kv_load_failure_policy` would end the request with an error; of several KV cache groups
-    #    workers report the request itself. Requests that wait with KV
-    #    of their own (loaded, and not scheduled since; a session between two inputs) give their
-    #    blocks back and start over as well.
+    #    workers report the request itself. Requests that wait with KV of their own (loaded, and not
+    #    scheduled since; a session between two inputs) give their blocks back and start over as
+    #    well.
     _spare_restarting(scheduler)
     for request in getattr(scheduler, "requests", {}).values():
         if request.status.name == "WAITING_FOR_REMOTE_KVS":

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
+from wtransfer.checkpoint.file_state import file_states
 from wtransfer.checkpoint.source import CheckpointSource
 from wtransfer.errors import SourceError
 from wtransfer.transport.digests import digest
 from wtransfer.weights import TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     import torch
     from wtransfer.manifest import Algorithm
@@ -26,39 +26,6 @@ LOAD_FORMATS = frozenset(
     {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer"}
 )
 """Load formats with which the model consists of the contents of the safetensors files."""
-
-
-class FileState(msgspec.Struct, frozen=True, array_like=True):
-    """State of a file, which differs once another file or other bytes are in its place."""
-
-    name: str
-    size: int
-    mtime_ns: int
-    ctime_ns: int
-    """Changes also where a copy brings an older time of change with it."""
-    inode: int
-
-    @classmethod
-    def of(cls, file: Path) -> FileState:
-        """Return the state of a file.
-
-        Raises:
-            OSError: The file cannot be looked at.
-        """
-        found = file.stat()
-        return cls(file.name, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
-
-
-def file_states(files: Iterable[Path]) -> list[FileState]:
-    """Return the state of every file, by name.
-
-    Raises:
-        SourceError: A file cannot be looked at.
-    """
-    try:
-        return [FileState.of(file) for file in sorted(files)]
-    except OSError as error:
-        raise SourceError(f"cannot look at a file of the checkpoint: {error}") from error
 
 
 class Checkpoint(Mapping[str, "torch.Tensor"]):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import xxhash
+from wtransfer.checkpoint.file_state import FileState, file_states
 from wtransfer.checkpoint.safetensors import INDEX_NAME, SUFFIX
 from wtransfer.checkpoint.source import MANIFEST_NAME, CheckpointSource, Digest, describe
 from wtransfer.errors import SourceError, StorageError, WTransferError
@@ -29,7 +30,7 @@ from wtransfer.manifest import local_fingerprint
 from wtransfer.transport.files import Folder, FolderLock, storage_errors, temporary_of
 from wtransfer.weight_version import process_weights
 
-from wtransfer_vllm.checkpoint import FileState, checkpoint_folder, file_states
+from wtransfer_vllm.checkpoint import checkpoint_folder
 from wtransfer_vllm.messages import member_of
 
 if TYPE_CHECKING:
