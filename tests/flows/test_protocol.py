@@ -19,6 +19,8 @@ def test_both_sides_refuse_and_name_both_versions(flow, failing, of_trainer, of_
     assert not worker.look()["connected"]
     with failing("NoWorkersError"):
         trainer.ask("publish", number=1)
+    # Each side hears of the other by itself.
+    flow.until(lambda: trainer.ask("refusal") is not None)
     told = trainer.ask("refusal")
     assert "ProtocolError" in told["classes"]
     assert versions <= set(_words(told["text"]))
