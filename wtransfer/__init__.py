@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from wtransfer import errors
+    from wtransfer.calls import Announcer
     from wtransfer.checkpoint.source import CheckpointSource
     from wtransfer.config import (
         KVCacheConfig,
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DTYPES",
+    "Announcer",
     "CheckpointSource",
     "ConnectorScheduler",
     "ConnectorWorker",
@@ -122,6 +124,7 @@ __all__ = [
 _MODULES = {"errors": "wtransfer.errors", "hooks": "wtransfer.registry.hooks"}
 
 _MEMBERS = {
+    "wtransfer.calls": ("Announcer",),
     "wtransfer.config": (
         "KVCacheConfig",
         "KVTransferConfig",

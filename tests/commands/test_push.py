@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import runpy
@@ -18,17 +17,14 @@ import click
 import pytest
 import torch
 from click.testing import CliRunner
-from rich.console import Console
 from safetensors.torch import save_file
 
 pytest.importorskip("uvicorn")
 
 from wtransfer import TrainerInitInfo
 from wtransfer.cli import main
-from wtransfer.commands.push import Bars, Lines, typed_options
+from wtransfer.commands.push import typed_options
 from wtransfer.testing.contents import contents
-from wtransfer.testing.fleet import Fleet
-from wtransfer.weight_sync.trainer.source import StateDictSource
 from wtransfer.weight_sync.worker.session import WorkerSession
 
 HTTP = Path(__file__).parents[1] / "weight_sync" / "http"
@@ -409,75 +405,6 @@ def test_options_are_handed_over_as_they_were_before_the_constructor():
 def test_options_that_a_push_takes_do_not_include_the_rank():
     with pytest.raises(click.UsageError, match=r"`x`; the options are peers \(str\)$"):
         typed_options("mine", Split, ["x=1"])
-
-
-# -- while it is under way
-
-MB = 1_000_000
-
-
-class Gated(StateDictSource):
-    """Waits at its last tensor."""
-
-    def __init__(self, tensors):
-        super().__init__(tensors)
-        self.gate = threading.Event()
-
-    def iter_full(self):
-        pairs = list(super().iter_full())
-        yield from pairs[:-1]
-        self.gate.wait(10)
-        yield pairs[-1]
-
-
-class Held:
-    """A round that has brought the half of its 2 MB to two workers, until it may go on."""
-
-    def __init__(self, fleet, source):
-        self.fleet, self.source = fleet, source
-        self.round = fleet.publisher.publish("v1", wait=False)
-        until(lambda: min(self.round.progress().values(), default=0) == MB)
-
-    def finish(self):
-        self.source.gate.set()
-        assert self.fleet.finish(self.round).ok
-
-
-@pytest.fixture
-def held():
-    tensors = {f"w{i}": torch.zeros(MB // 4) for i in range(2)}
-    source = Gated(tensors)
-    with Fleet(source, deadline_s=5.0, options={"bucket_nbytes": 1}) as fleet:
-        for _ in range(2):
-            fleet.join({name: torch.zeros_like(each) for name, each in tensors.items()})
-        yield Held(fleet, source)
-        source.gate.set()
-
-
-def test_a_bar_for_each_worker_says_how_far_it_is(held):
-    screen = io.StringIO()
-    with Bars(Console(file=screen, force_terminal=True, width=100)) as bars:
-        bars.show(held.round)
-        seen = screen.getvalue()
-        for text in ("worker-0", "worker-1", "transfer", "1.0/2.0 MB"):
-            assert text in seen
-        held.finish()
-        bars.show(held.round)
-        assert "2.0/2.0 MB" in screen.getvalue()
-
-
-def test_lines_say_how_far_the_last_worker_is_once_a_push_takes_long(held, capsys, monkeypatch):
-    monkeypatch.setattr("wtransfer.commands.push._LINE_S", 1000.0)
-    lines = Lines()
-    lines.show(held.round)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr("wtransfer.commands.push._LINE_S", 0.0)
-    lines.show(held.round)
-    first = next(iter(held.round.progress()))
-    assert capsys.readouterr().err == f"transfer  1.0 of 2.0 MB at {first}\n"
-    held.finish()
-    lines.show(held.round)
-    assert capsys.readouterr().err == ""
 
 
 # -- signals: real processes

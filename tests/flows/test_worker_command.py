@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("uvicorn")
 
 from wtransfer import Publisher
-from wtransfer.errors import NoWorkersError
+from wtransfer.errors import NoWorkersError, SchemaError
 from wtransfer.transport.digests import digest
 from wtransfer.weight_sync.http.client import HttpClient
 
@@ -61,6 +61,20 @@ def test_worker_command_commits_a_published_version_and_logs_it(start, commit):
     worker.until_it_says(f"now 'step-1': {report.fingerprint} (verified by digests)")
     digests = HttpClient(worker.url, worker.token).weight_info(digests=True)["digests"]
     assert digests == {name: digest(tensor) for name, tensor in changed.items()}
+
+
+def test_worker_command_casts_masters_of_more_bits_if_told_to_and_says_how_if_not(start):
+    masters = {name: tensor.double() for name, tensor in WEIGHTS.items()}
+    for arguments in ((), ("--cast",)):
+        worker = start(*arguments).until_ready()
+        with Publisher(masters, hosts=[worker.url], host_token=worker.token) as publisher:
+            if arguments:
+                publisher.publish("step-1").raise_unless_ok()
+                continue
+            with pytest.raises(SchemaError, match="floating dtypes: wtransfer worker --cast"):
+                publisher.publish("step-1")
+    held = HttpClient(worker.url, worker.token).weight_info(digests=True)["digests"]
+    assert held == {name: digest(tensor) for name, tensor in WEIGHTS.items()}
 
 
 def test_worker_command_joins_the_publisher_at_the_given_address(start):

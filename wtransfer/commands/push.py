@@ -27,7 +27,6 @@ from wtransfer.errors import (
     HostsError,
     PluginError,
     RoundAbortedError,
-    StallError,
     WTransferError,
     to_wire,
 )
@@ -35,11 +34,7 @@ from wtransfer.transport.handshake import resolve_token
 from wtransfer.weight_sync.http.client import parse_url
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from rich.console import Console
-    from rich.progress import TaskID
-    from typing_extensions import Self
+    from collections.abc import Iterator, Sequence
 
     from wtransfer.weight_sync.report import Report, WorkerReport
     from wtransfer.weight_sync.trainer.publisher import Publisher
@@ -59,8 +54,6 @@ ADVICE = {
 
 _COLUMNS = ("worker", "host", "outcome", "holds", "digests", "MB")
 _NUM_TEXT_COLUMNS = 5
-_REFRESH_S = 0.1
-_LINE_S = 1.0
 
 
 @click.command()
@@ -278,10 +271,11 @@ def typed_options(engine: str, info_cls: Any, pairs: Sequence[str]) -> dict[str,
 
 def _transfer(publisher: Publisher, order: _Order, outcome: _Outcome) -> None:
     begin = publisher.publish if order.rollback is None else publisher.rollback
+    from wtransfer.weight_sync.trainer.progress_display import watch
+
     round_ = begin(order.version, wait=False, dry_run=order.dry_run)
     try:
-        with _display(silent=order.as_json) as show:
-            watch(round_, show)
+        watch(round_, progress=not order.as_json)
         outcome.report = round_.result()
     except CommitError as error:
         if error.report is None:
@@ -303,99 +297,6 @@ def _interruption(signal: EndSignal, round_: Round | None = None) -> RoundAborte
         )
     text = f"{signal} ended the push; every worker is on the version that it had"
     return RoundAbortedError(text, phase=None if round_ is None else round_.phase)
-
-
-@contextlib.contextmanager
-def _display(*, silent: bool) -> Iterator[Callable[[Round], None]]:
-    """Show progress on standard error: bars on a terminal, else lines."""
-    if silent:
-        yield lambda _: None
-    elif not sys.stderr.isatty():
-        yield Lines().show
-    else:
-        from rich.console import Console
-
-        with Bars(Console(stderr=True)) as bars:
-            yield bars.show
-
-
-def watch(round_: Round, show: Callable[[Round], None]) -> None:
-    """Show a round until it is over."""
-    while not round_.done:
-        show(round_)
-        # Not a sleep: the end is seen at once, and a signal ends the wait.
-        with contextlib.suppress(StallError):
-            round_.result(timeout_s=_REFRESH_S)
-    show(round_)
-
-
-def staged(round_: Round) -> dict[str, int]:
-    """Return the bytes that each worker has, by its name."""
-    progress = round_.progress()
-    # Before `prepare` every worker has received everything; its last message may say less.
-    verified = round_.phase in ("prepare", "commit") or (
-        round_.phase == "over" and not round_.failed
-    )
-    return dict.fromkeys(progress, round_.nbytes) if verified else progress
-
-
-class Bars:
-    """A bar per worker, redrawn in place.
-
-    Args:
-        console: The terminal.
-    """
-
-    def __init__(self, console: Console) -> None:
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
-        from rich.progress import TransferSpeedColumn as SpeedColumn
-
-        self._tasks: dict[str, TaskID] = {}
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            TextColumn("{task.fields[phase]}", style="dim"),
-            BarColumn(),
-            DownloadColumn(),
-            SpeedColumn(),
-            console=console,
-            # Redrawn by `show`: no thread of its own that an interrupt could meet.
-            auto_refresh=False,
-        )
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def show(self, round_: Round) -> None:
-        """Redraw."""
-        total = round_.nbytes or None
-        for name, nbytes in staged(round_).items():
-            if name not in self._tasks:
-                self._tasks[name] = self._progress.add_task(name, total=total, phase="")
-            task = self._tasks[name]
-            self._progress.update(task, completed=nbytes, total=total, phase=round_.phase)
-        self._progress.refresh()
-
-
-class Lines:
-    """Prints a line of progress per second; none for a push that takes less than one."""
-
-    def __init__(self) -> None:
-        self._written_at = time.monotonic()
-
-    def show(self, round_: Round) -> None:
-        """Write a line if it is time."""
-        if round_.phase == "over" or time.monotonic() - self._written_at <= _LINE_S:
-            return
-        self._written_at = time.monotonic()
-        amount = f"  {round_.nbytes / 1e6:.1f} MB" if round_.nbytes else ""
-        behind = min(staged(round_).items(), key=lambda each: each[1], default=None)
-        if round_.phase == "transfer" and behind is not None:
-            amount = f"  {behind[1] / 1e6:.1f} of {round_.nbytes / 1e6:.1f} MB at {behind[0]}"
-        click.echo(f"{round_.phase}{amount}", err=True)
 
 
 # -- when it is over

@@ -54,6 +54,11 @@ _WAIT_S = 0.2  # a signal takes as long, at most
     show_default=True,
     help="Adopt the staged memory, or copy from it.",
 )
+@click.option(
+    "--cast",
+    is_flag=True,
+    help="Take updates in another floating dtype than the checkpoint's, such as float32 masters.",
+)
 @deadline_option
 def worker(
     *,
@@ -63,6 +68,7 @@ def worker(
     token_file: str | None,
     name: str | None,
     commit: Any,
+    cast: bool,
     deadline_s: float,
 ) -> None:
     """Hold the weights of a checkpoint, and take new ones from publishers until ended.
@@ -75,7 +81,7 @@ def worker(
         with end_signals() as signals, contextlib.ExitStack() as stack:
             from wtransfer.checkpoint.source import CheckpointSource
             from wtransfer.weight_sync.http.server import WorkerServer
-            from wtransfer.weight_sync.worker.session import WorkerSession
+            from wtransfer.weight_sync.worker.session import ServingHost, WorkerSession
 
             environ = {"WTRANSFER_TOKEN_FILE": token_file} if token_file else os.environ
             given = resolve_token(None, environ)
@@ -87,6 +93,8 @@ def worker(
                     join=join,
                     token=token,
                     commit=commit,
+                    cast=cast,
+                    serving_host=ServingHost(cast_hint="wtransfer worker --cast"),
                     deadline_s=deadline_s,
                     name=name,
                 )

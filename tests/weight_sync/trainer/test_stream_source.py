@@ -36,6 +36,26 @@ class Export:
         self.put_back += 1
 
 
+class CommitsAtOnce:
+    """Commits a session's updates whenever it can, within the block."""
+
+    def __init__(self, session):
+        self.session = session
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self.run)
+
+    def run(self):
+        while not self.over.is_set():
+            self.session.commit_pending(0.02)
+
+    def __enter__(self):
+        self.thread.start()
+
+    def __exit__(self, *_):
+        self.over.set()
+        self.thread.join()
+
+
 @pytest.fixture
 def export(weights):
     return Export(weights)
@@ -48,19 +68,9 @@ def pair(weights):
     source = StreamSource(deadline_s=2.0)
     with Publisher(source, deadline_s=5.0) as publisher:
         session = WorkerSession(held, join=publisher.address, token=publisher.token)
-        over = threading.Event()
-
-        def commit():
-            while not over.is_set():
-                session.commit_pending(0.02)
-
-        thread = threading.Thread(target=commit)
-        thread.start()
-        publisher.wait_for_workers(1)
-        yield publisher, source, held
-        over.set()
-        thread.join()
-        session.close()
+        with session, CommitsAtOnce(session):
+            publisher.wait_for_workers(1)
+            yield publisher, source, held
 
 
 def test_stream_is_published_round_after_round_though_its_buffer_is_one(pair, export, weights):
@@ -97,6 +107,59 @@ def test_round_that_ends_in_the_midst_reads_the_rest(pair, export):
     assert contents(held) == before
     with source.round(export.metadata, export):
         publisher.publish("v2").raise_unless_ok()
+
+
+def test_stream_without_metadata_is_copied_once_and_then_announced_as_it_was(pair, export, weights):
+    publisher, source, held = pair
+    for number in range(3):
+        for each in weights.values():
+            each.add_(1)
+        with source.round(None, export):
+            # The first round has read it all before; the others leave it to the engine.
+            assert export.put_back == number + (number == 0)
+            publisher.publish(f"v{number}").raise_unless_ok()
+        assert contents(held) == contents(weights)
+        assert export.put_back == number + 1
+
+
+@pytest.mark.parametrize("change", ["shape", "dtype", "name", "more", "less"])
+def test_stream_that_has_changed_fails_one_round_and_is_announced_in_the_next(weights, change):
+    name = list(weights)[-1]
+    last = weights[name]
+    changed = dict(weights)
+    if change in ("less", "name"):
+        del changed[name]
+    if change in ("more", "name"):
+        changed["another"] = last.clone()
+    if change == "shape":
+        changed[name] = torch.cat([last.flatten(), last.flatten()])
+    if change == "dtype":
+        changed[name] = last.view(torch.uint8)
+    source = StreamSource()
+    with source.round(None, weights.items()):
+        pass
+    with Publisher(source, deadline_s=5.0) as publisher:
+        held = {key: torch.zeros_like(each) for key, each in changed.items()}
+        with (
+            WorkerSession(held, join=publisher.address, token=publisher.token) as session,
+            CommitsAtOnce(session),
+        ):
+            publisher.wait_for_workers(1)
+            with pytest.raises(WTransferError), source.round(None, changed.items()):
+                publisher.publish("v1")
+            with source.round(None, changed.items()):
+                publisher.publish("v2").raise_unless_ok()
+            assert contents(held) == contents(changed)
+
+
+def test_stream_that_cannot_be_read_to_its_end_is_not_remembered(export):
+    source = StreamSource()
+    export.fails_at = list(export.weights)[-1]
+    with pytest.raises(OSError, match="the export failed"), source.round(None, export):
+        pytest.fail("its block was entered")
+    export.fails_at = None
+    with source.round(None, export):
+        assert [*source.metadata] == export.metadata
 
 
 def test_error_of_the_caller_is_the_one_that_is_raised(export, caplog):

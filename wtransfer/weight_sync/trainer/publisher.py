@@ -45,6 +45,7 @@ from wtransfer.weight_sync.trainer.coordinator import (
 from wtransfer.weight_sync.trainer.endpoints import Endpoints, Incomplete
 from wtransfer.weight_sync.trainer.engine_runner import EngineRunner, Origin
 from wtransfer.weight_sync.trainer.membership import Membership
+from wtransfer.weight_sync.trainer.progress_display import watch
 from wtransfer.weight_sync.trainer.quantised import QuantisedSource
 from wtransfer.weight_sync.trainer.round_handle import Round
 from wtransfer.weight_sync.trainer.sharded import FLUSH_S, ShardedSource
@@ -149,6 +150,9 @@ class Publisher:
             costs about a third of the trainer's pass.
         deadline_s: Longest time without progress, in seconds, before a peer or step counts as
             stalled.
+        progress: Show on standard error how far a round is that takes more than a second, where a
+            caller waits for it: True: a bar per worker on a terminal, else lines. False: nothing.
+            None: bars on a terminal, else nothing.
 
     Raises:
         PluginError: No such engine, or the engine cannot be loaded.
@@ -176,6 +180,7 @@ class Publisher:
         on_lost_worker: LostPolicy = "abort",
         nonfinite: NonfinitePolicy = "allow",
         deadline_s: float = 30.0,
+        progress: bool | None = None,
     ) -> None:
         self._rules = Rules(min_workers, on_lost_worker, nonfinite, deadline_s)
         known_token = resolve_token(token, os.environ)
@@ -184,6 +189,7 @@ class Publisher:
         # A token that was made up here is no host's, and must not be tried on hosts.
         self._endpoints = Endpoints(host_token or known_token, deadline_s)
         self._endpoints.add(hosts)
+        self._progress = progress
         self._pid = os.getpid()
         self._closed = False
         self._closing = threading.Lock()
@@ -498,7 +504,7 @@ class Publisher:
             round_ = call_apart(begin, "wtransfer-publish", attempt.cancel)
             if not wait:
                 return Round(round_)
-            self._changed.wait_for(lambda: round_.done)
+            watch(Round(round_), self._progress)
         except BaseException as error:
             # An interrupt may come when the round is under way and no caller has the object yet.
             attempt.cancel(error)

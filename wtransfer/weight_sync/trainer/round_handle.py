@@ -84,6 +84,22 @@ class Round:
         if round_.packed_s is None and round_.failure is not None:
             raise round_.failure.with_traceback(None)
 
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the round is over, whatever has become of it; an interrupt aborts it.
+
+        Args:
+            timeout_s: Longest wait, in seconds; None: no limit.
+
+        Returns:
+            True if it is over.
+
+        Raises:
+            ValueError: `timeout_s` is neither None nor a number of at least 0.
+        """
+        timeout_s = checked_timeout(timeout_s, endless=True)
+        self._check_caller("wait")
+        return self._ends_within(timeout_s)
+
     def result(self, timeout_s: float | None = None) -> Report:
         """Wait for the end and return the report.
 
@@ -97,13 +113,7 @@ class Round:
         timeout_s = checked_timeout(timeout_s, endless=True)
         self._check_caller("result")
         round_ = self._coordinator
-        try:
-            ended = self._changed.wait_for(lambda: round_.done, timeout_s)
-        except BaseException as interruption:
-            round_.abort(f"interrupted by {type(interruption).__name__}")
-            self._changed.wait_for(lambda: round_.done, INTERRUPT_GRACE_S)
-            raise
-        if not ended:
+        if not self._ends_within(timeout_s):
             raise StallError(f"the round has not ended in {timeout_s} s", round_id=round_.round_id)
         if round_.failure is not None:
             # Without traceback: it would grow with every call, and keep the callers' variables.
@@ -114,6 +124,15 @@ class Round:
     def abort(self, reason: str = "aborted by the caller") -> None:
         """End the round before its commit. Later, or a second time, do nothing."""
         self._coordinator.abort(reason)
+
+    def _ends_within(self, timeout_s: float | None) -> bool:
+        round_ = self._coordinator
+        try:
+            return self._changed.wait_for(lambda: round_.done, timeout_s)
+        except BaseException as interruption:
+            round_.abort(f"interrupted by {type(interruption).__name__}")
+            self._changed.wait_for(lambda: round_.done, INTERRUPT_GRACE_S)
+            raise
 
     def _check_caller(self, method: str) -> None:
         round_ = self._coordinator

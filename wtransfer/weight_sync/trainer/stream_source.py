@@ -16,11 +16,10 @@ import torch
 
 from wtransfer.calls import on_callers_stream
 from wtransfer.errors import RoundBusyError, SourceError, StallError
+from wtransfer.weights import ParamMeta
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-
-    from wtransfer.weights import ParamMeta
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +34,9 @@ class StreamSource:
         with source.round(metadata, framework.export()):
             publisher.publish("step-7")
 
+    Where a framework gives the stream alone, ``source.round(None, stream)`` announces what the
+    round before it yielded. The first such round copies the stream into host memory to know that.
+
     Args:
         deadline_s: Longest wait, at the end of a round, for a step of the stream that another
             thread has begun, in seconds.
@@ -44,10 +46,11 @@ class StreamSource:
         self._deadline_s = deadline_s
         self._changing = threading.Lock()
         self._pass: _Pass | None = None
+        self._remembered: Sequence[ParamMeta] | None = None
 
     @contextlib.contextmanager
     def round(
-        self, metadata: Iterable[ParamMeta], stream: Iterable[tuple[str, torch.Tensor]]
+        self, metadata: Iterable[ParamMeta] | None, stream: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[None]:
         """Have one round, which the block must end, read a stream.
 
@@ -55,23 +58,30 @@ class StreamSource:
         the rest are logged, and no more of it is read.
 
         Args:
-            metadata: Every tensor of the stream, in its order.
+            metadata: Every tensor of the stream, in its order. None: as the last stream had them. A
+                stream with others fails its round, and the next one announces these. While none
+                has been read to its end, a copy of the whole set is held in host memory.
             stream: Yields name and whole tensor. A tensor may be overwritten once the next is asked
                 for, if the engine copies (shm, file, gloo).
 
         Raises:
             RoundBusyError: A round of this source is under way.
         """
-        one_pass = _Pass(metadata, stream)
+        one_pass = _Pass(stream)
         with self._changing:
             if self._pass is not None:
                 raise RoundBusyError("a round of this source is under way; leave its block first")
             self._pass = one_pass
+        remembered, self._remembered = self._remembered, None
         try:
+            if metadata is None:
+                metadata = one_pass.collect() if remembered is None else remembered
+            one_pass.metadata = tuple(metadata)
             yield
         finally:
             try:
                 one_pass.drain(self._deadline_s)
+                self._remembered = None if one_pass.failed else one_pass.seen
             except Exception:
                 logger.exception("the rest of the weights could not be read")
             finally:
@@ -109,15 +119,28 @@ class _Pass:
     gradients of the step before: a generator may have changed it for its own.
     """
 
-    def __init__(
-        self, metadata: Iterable[ParamMeta], stream: Iterable[tuple[str, torch.Tensor]]
-    ) -> None:
-        self.metadata = tuple(metadata)
+    def __init__(self, stream: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.metadata: tuple[ParamMeta, ...] = ()
+        self.seen: list[ParamMeta] = []
+        """Tensors that the stream has yielded."""
+        self.failed = False
+        """True if the stream has raised: it had more to yield."""
         self._next = on_callers_stream(iter(stream).__next__)
         self._with_grad = torch.is_grad_enabled()
         self._begun = self._over = False
         # Held for one step of the stream, which only one thread can take.
         self._step = threading.Lock()
+
+    def collect(self) -> Sequence[ParamMeta]:
+        """Read the stream into host memory, to be yielded from there; return its metadata."""
+        copies: list[tuple[str, torch.Tensor]] = []
+        with contextlib.suppress(StopIteration):
+            while True:
+                name, tensor = self._take()
+                copies.append((name, tensor.detach().to("cpu", copy=True)))
+        found, self.seen = self.seen, []
+        self._next = iter(copies).__next__
+        return found
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._begun:
@@ -143,10 +166,15 @@ class _Pass:
         threads_own = torch.is_grad_enabled()
         torch.set_grad_enabled(self._with_grad)
         try:
-            return self._next()
+            name, tensor = self._next()
+        except BaseException as error:
+            self.failed = self.failed or not isinstance(error, StopIteration)
+            raise
         finally:
             self._with_grad = torch.is_grad_enabled()
             torch.set_grad_enabled(threads_own)
+        self.seen.append(ParamMeta(name, tensor.dtype, tuple(tensor.shape)))
+        return name, tensor
 
     def drain(self, timeout_s: float) -> None:
         """Read what is left, and let no other thread read any more.
