@@ -6,10 +6,11 @@ import pytest
 import tiny_models
 import torch
 from safetensors.torch import save_file
+from wtransfer.checkpoint.served import ServedCheckpoint
 from wtransfer.errors import SourceError
 from wtransfer.weights import TensorSpec
 
-from wtransfer_vllm.checkpoint import Checkpoint, find_checkpoint
+from wtransfer_vllm.checkpoint import find_checkpoint
 
 bag = types.SimpleNamespace
 
@@ -69,7 +70,7 @@ def removed(file, _other):
 @pytest.mark.parametrize("change", [replaced, overwritten, removed])
 def test_changed_checkpoint_is_detected_and_refuses_to_be_read(tmp_path, change):
     folder = write(tmp_path / "A", tiny_models.weights(1))
-    checkpoint = Checkpoint(folder)
+    checkpoint = ServedCheckpoint(folder)
     assert checkpoint.unchanged()
     time.sleep(0.02)  # the kernel's clock for files has ticks
     other = write(tmp_path / "B", tiny_models.weights(2))

@@ -21,13 +21,15 @@ from wtransfer.checkpoint.file_state import FileState
 from wtransfer.checkpoint.source import seal
 from wtransfer.testing.fleet import Fleet
 from wtransfer.weight_sync.worker import committer as committer_module
+from wtransfer.weight_sync.worker import vouching
 from wtransfer.weight_sync.worker.target import StateDictTarget
+from wtransfer.weight_sync.worker.vouching import CheckpointFiles
 from wtransfer.weight_version import ProcessWeights
 
-from wtransfer_vllm import vouching
+from wtransfer_vllm import vouching as vllm_vouching
 from wtransfer_vllm.member import Member, Place
 from wtransfer_vllm.target import VllmTarget
-from wtransfer_vllm.vouching import CheckpointFiles, vouch_for_checkpoint, weights_were_replaced
+from wtransfer_vllm.vouching import vouch_for_checkpoint, weights_were_replaced
 
 F1 = "1" * 32
 PATIENCE_S = 20.0
@@ -107,7 +109,7 @@ def process(cache, monkeypatch):
 
 def new_process(monkeypatch):
     made = ProcessWeights()
-    for module in (vouching, committer_module):
+    for module in (vouching, vllm_vouching, committer_module):
         monkeypatch.setattr(module, "process_weights", made)
     return made
 
@@ -510,7 +512,7 @@ def test_process_killed_while_storing_leaves_no_valid_entry_of_other_bytes(
 import os, signal
 from pathlib import Path
 from wtransfer.transport import files
-from wtransfer_vllm.vouching import CheckpointFiles
+from wtransfer.weight_sync.worker.vouching import CheckpointFiles
 
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
