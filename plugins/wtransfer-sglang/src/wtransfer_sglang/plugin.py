@@ -1,0 +1,102 @@
+"""Register wtransfer's hooks with SGLang, in each of SGLang's processes; all of them, or none.
+
+SGLang logs the exception of a plug-in and starts without it, and it skips a hook whose target it
+does not find. A fence that is hooked in part would be none. So everything that the fence rests on
+is looked up first.
+"""
+
+from __future__ import annotations
+
+import functools
+import pkgutil
+from typing import TYPE_CHECKING, Any
+
+from wtransfer_sglang import bridge
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+RELEASES = ("0.5.23",)
+"""Releases of SGLang with which the live tests have run."""
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
+UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
+
+BEFORE: dict[str, Callable[..., Any]] = {
+    f"{RECEIVER}.recv_requests": bridge.add_orders,
+    f"{SCHEDULER}.process_input_requests": bridge.carry_out_orders,
+}
+"""Targets -> hooks that run before them, and may change their arguments."""
+AFTER: dict[str, Callable[..., Any]] = {
+    f"{SCHEDULER}.__init__": bridge.open_bridge,
+    f"{SCHEDULER}._maybe_namespace_elastic_radix_cache": bridge.name_request,
+}
+"""Targets -> hooks that run after them."""
+USED = (
+    f"{SCHEDULER}.pause_generation",
+    f"{SCHEDULER}.flush_cache",
+    f"{SCHEDULER}.continue_generation",
+    f"{SCHEDULER}.record_weight_version_change",
+    f"{SCHEDULER}._prefetch_kvcache",
+    f"{LOADER}.restore_weights_before_loading",
+    f"{LOADER}.load_weights_and_postprocess",
+    "sglang.srt.managers.io_struct.PauseGenerationReqInput",
+    "sglang.srt.managers.io_struct.ContinueGenerationReqInput",
+)
+"""Further names of SGLang without which there is no fence."""
+
+
+class UnknownSglangError(RuntimeError):
+    """This release of SGLang is not one with which wtransfer-sglang has run."""
+
+
+def register() -> None:
+    """Register the hooks; SGLang calls it in every process, before it makes a scheduler.
+
+    Raises:
+        UnknownSglangError: The release is another one, or has no place for a hook; nothing was
+            registered, and SGLang logs the error and serves without wtransfer.
+    """
+    import sglang
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if sglang.__version__ not in RELEASES:
+        raise UnknownSglangError(
+            f"wtransfer-sglang has run with SGLang {', '.join(RELEASES)}, and this is "
+            f"{sglang.__version__}: it takes no updates, and its KV cache is not named by weights"
+        )
+    around = {
+        f"{UPDATER}.{verb}": functools.partial(bridge.replace_weights, verb)
+        for verb in bridge.REPLACING
+    }
+    check_names([*BEFORE, *AFTER, *around, *USED])
+    for kind, hooks in (
+        (HookType.BEFORE, BEFORE),
+        (HookType.AFTER, AFTER),
+        (HookType.AROUND, around),
+    ):
+        for target, hook in hooks.items():
+            HookRegistry.register(target, hook, kind)
+
+
+def check_names(names: list[str]) -> None:
+    """Raise unless SGLang has all of these names.
+
+    Raises:
+        UnknownSglangError: It lacks one.
+    """
+    missing = next((name for name in names if not _exists(name)), None)
+    if missing is not None:
+        raise UnknownSglangError(
+            f"this SGLang has no {missing}, which wtransfer-sglang hooks: it takes no updates, "
+            "and its KV cache is not named by weights"
+        )
+
+
+def _exists(name: str) -> bool:
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True

@@ -1,0 +1,56 @@
+"""Servers of SGLang that take no update: what was not proven to be right with one, by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def refusal_of(scheduler: Any) -> str | None:
+    """Return why a scheduler's model takes no update; None: nothing known speaks against it.
+
+    Args:
+        scheduler: SGLang's.
+    """
+    found = list(_refusals(scheduler))
+    return f"this SGLang takes no update: {'; '.join(found)}" if found else None
+
+
+def _refusals(scheduler: Any) -> Iterator[str]:
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+    from sglang.srt.runtime_context import get_exec, get_parallel
+
+    config, parallel = scheduler.model_config, get_parallel()
+    if not scheduler.spec_algorithm.is_none() or scheduler.draft_worker is not None:
+        yield "it drafts tokens, and a draft model would keep its weights"
+    if scheduler.disaggregation_mode.value != "null":
+        yield (
+            "it is one side of a disaggregated prefill and decode, and requests of which the other "
+            "side holds KV cache are not retracted"
+        )
+    if config.quantization is not None:
+        yield f"it serves quantised weights ({config.quantization})"
+    if scheduler.is_hybrid_swa or scheduler.is_hybrid_ssm:
+        yield "its model has several groups of KV cache"
+    if config.is_multimodal:
+        yield "its model is multimodal, and embeddings of media are not named by weights"
+    if parallel.pp_size > 1:
+        yield f"it has {parallel.pp_size} pipeline stages"
+    if parallel.attn_dp_enabled:
+        yield "its attention is data-parallel"
+    if get_exec().moe.elastic_ep_backend is not None:
+        yield "its experts are elastic"
+    if scheduler.enable_lora:
+        yield "it serves adapters"
+    if scheduler.dllm_config is not None:
+        yield "its model is a diffusion model"
+    if scheduler.enable_hisparse or scheduler.enable_lmcache or scheduler.enable_pdmux:
+        yield "it keeps KV cache beside its prefix cache (hisparse, LMCache or pdmux)"
+    if getattr(scheduler.server_args, "enable_streaming_session", False):
+        yield "its streaming sessions keep KV cache beside its prefix cache"
+    model = scheduler.tp_worker.model_runner.model
+    derived = weight_updater._unsupported_derived_weight_cache_error(model)  # noqa: SLF001
+    if derived is not None:
+        yield derived

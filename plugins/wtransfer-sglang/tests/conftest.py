@@ -1,0 +1,76 @@
+"""Live tests need SGLang: `make_env.py` makes the environment. Without it they skip, loudly."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE / "live")]
+
+IS_INSTALLED = importlib.util.find_spec("wtransfer_sglang") is not None
+# Without the plug-in there is nothing to test; `test_installed.py` says so.
+collect_ignore_glob = [] if IS_INSTALLED else ["test_[!i]*.py"]
+
+
+def pytest_collection_modifyitems(items):
+    missing = importlib.util.find_spec("sglang") is None
+    for item in items:
+        if missing and "live" in item.keywords:
+            item.add_marker(
+                pytest.mark.skip(reason="SGLang is not installed: tests/make_env.py ENV")
+            )
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "live: needs SGLang")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """Folder with models A and B of each kind: llama-A, llama-B, moe-A, moe-B."""
+    import tiny_models
+
+    folder = tmp_path_factory.mktemp("models")
+    for kind in ("llama", "moe"):
+        for seed, name in enumerate("AB", start=1):
+            tiny_models.make(folder / f"{kind}-{name}", kind, seed)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def servers(models, tmp_path_factory):
+    """Kind of model -> a server of its model A; both start at once."""
+    from server import Server
+
+    options = {"chunked-prefill-size": "64", "max-running-requests": "4"}
+    folder = tmp_path_factory.mktemp("servers")
+    started = {
+        kind: Server(folder / kind, models / f"{kind}-A", options) for kind in ("llama", "moe")
+    }
+    yield {kind: server.ready() for kind, server in started.items()}
+    for server in started.values():
+        server.close()
+
+
+@pytest.fixture(params=["llama", "moe"])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def server(servers, kind):
+    """The server, with model A under the label A."""
+    return servers[kind]
+
+
+@pytest.fixture
+def folders(models, kind):
+    return {
+        "default": models / f"{kind}-A",
+        "A": models / f"{kind}-A",
+        "B": models / f"{kind}-B",
+    }

@@ -1,0 +1,165 @@
+"""A server of SGLang in processes of its own, on loopback, with the plug-in and the witness."""
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+START_S = 240.0
+ANSWER_S = 120.0
+PROMPT = [5, 9, 33, 70, 12, 101, 44, 8, 200, 17, 90, 61]
+TOKEN = secrets.token_hex(16)
+READY = "The server is fired up and ready to roll!"
+OPTIONS = {
+    "device": "cpu",
+    "dtype": "bfloat16",
+    "attention-backend": "torch_native",
+    "sampling-backend": "pytorch",
+    "grammar-backend": "none",
+    "mem-fraction-static": "0.1",
+    "max-total-tokens": "4096",
+    "cuda-graph-backend-decode": "disabled",
+    "cuda-graph-backend-prefill": "disabled",
+    "watchdog-timeout": "600",
+    # Else each idle server keeps a processor busy.
+    "sleep-on-idle": True,
+}
+
+
+class Server:
+    """One server. Its start is awaited by `ready`, so that several may start at once.
+
+    Args:
+        folder: Folder of its log and of the witness.
+        model: Folder of the checkpoint.
+        options: Further options of SGLang, by name without dashes.
+        env: Further environment.
+    """
+
+    def __init__(self, folder, model, options=None, env=None):
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.address = f"unix:@wtransfer-sglang-{secrets.token_hex(6)}"
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        self.log = folder / "log"
+        given = {**OPTIONS, **(options or {}), "model-path": str(model), "host": "127.0.0.1"}
+        given["port"] = self.url.rpartition(":")[2]
+        command = [sys.executable, "-m", "sglang.launch_server", "--skip-server-warmup"]
+        command += ["--skip-tokenizer-init"]
+        for name, value in given.items():
+            command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        path = [TESTS / "stand_ins", TESTS / "live" / "witness", os.environ.get("PYTHONPATH", "")]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, path)),
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "WTRANSFER_TOKEN": TOKEN,
+            "WTRANSFER_LISTEN": self.address,
+            "WTRANSFER_CACHE": str(folder / "cache"),
+            "WITNESS": str(folder),
+            **(env or {}),
+        }
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+        self._pool = ThreadPoolExecutor(64)
+
+    def ready(self):
+        """Wait for the start; return the server."""
+        end = time.monotonic() + START_S
+        while READY not in self.log.read_text():
+            assert self._process.poll() is None, self.log.read_text()[-4000:]
+            assert time.monotonic() < end, self.log.read_text()[-4000:]
+            time.sleep(0.1)
+        return self
+
+    def close(self):
+        """End its processes, those that SGLang has started as well."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._pool.shutdown()
+
+    def post(self, path, body):
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+            return json.loads(answer.read() or b"null")
+
+    def ask(self, prompt, num_tokens=8, **more):
+        """Return the answer to a prompt of token ids: tokens, versions and cached tokens."""
+        sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
+        found = self.post("/generate", {"input_ids": prompt, "sampling_params": sampling, **more})
+        return Answer(prompt, found)
+
+    def begin(self, *args, **kwargs):
+        """Ask on a thread; returns a future."""
+        return self._pool.submit(self.ask, *args, **kwargs)
+
+    # -- the witness
+
+    def tell(self, name, text=""):
+        """Write one of the witness's files, whole."""
+        made = self.folder / f".{name}"
+        made.write_text(text)
+        made.rename(self.folder / name)
+
+    def forget(self, name):
+        """Remove one of the witness's files."""
+        (self.folder / name).unlink(missing_ok=True)
+
+    def hold(self, **wanted):
+        """Have the scheduler stand still once it has as many requests, until the next commit."""
+        self.forget("holding")
+        self.tell("hold", json.dumps(wanted))
+        self._wait_for("holding")
+
+    def begin_held(self, *args, **kwargs):
+        """Ask while the scheduler stands still; return when it could take the request."""
+        self.forget("arrived")
+        begun = self.begin(*args, **kwargs)
+        self._wait_for("arrived")
+        return begun
+
+    def _wait_for(self, name):
+        end = time.monotonic() + ANSWER_S
+        while not (self.folder / name).exists():
+            assert time.monotonic() < end
+            time.sleep(0.005)
+
+    def last_pause(self):
+        """Return what the last pause has met."""
+        return json.loads((self.folder / "paused").read_text().splitlines()[-1])
+
+
+class Answer:
+    """The answer to one request."""
+
+    def __init__(self, prompt, found):
+        meta = found["meta_info"]
+        self.prompt = list(prompt)
+        self.tokens = found["output_ids"]
+        self.num_cached = meta["cached_tokens"]
+        self.num_retractions = meta["num_retractions"]
+        self.versions = [
+            (each["version"], each["start"], each["end"]) for each in meta["weight_versions"]
+        ]
+
+
+def cpu_threads():
+    """Return SGLang's setting for two ranks: each rank computes on a processor of its own."""
+    return {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}

@@ -1,0 +1,72 @@
+"""Tiny random models of transformers: a dense one and one of experts, and what they answer."""
+
+import functools
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+SHAPE = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+TIE = 0.05
+"""Distance of two logits, in standard deviations of all, that two kernels may round either way; of
+a token that other weights have chosen it is two or three."""
+
+
+def model(kind, seed):
+    """Return a model whose weights a seed gives."""
+    if kind == "llama":
+        made = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    else:
+        made = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS))
+    made = made.to(torch.bfloat16)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator) * 0.2
+            parameter.copy_(drawn.to(torch.bfloat16))
+    return made
+
+
+def make(folder, kind, seed):
+    """Write a model's checkpoint."""
+    model(kind, seed).save_pretrained(folder)
+
+
+@functools.cache
+def loaded(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+
+
+@torch.no_grad()
+def wrong_tokens(folder_of, answer):
+    """Return the places of tokens that the model of their version would not have chosen.
+
+    Args:
+        folder_of: Label of a version -> folder of its checkpoint.
+        answer: The answer, whose tokens before a place are taken as they are.
+    """
+    ids = torch.tensor([answer.prompt + answer.tokens])
+    wrong = []
+    for version, start, end in answer.versions:
+        logits = loaded(folder_of[version])(ids).logits[0].float()
+        for place in range(start, end):
+            row = logits[len(answer.prompt) + place - 1]
+            if row.max() - row[answer.tokens[place]] > TIE * row.std():
+                wrong.append(place)
+    return wrong

@@ -1,0 +1,107 @@
+"""A plug-in of SGLang for the tests: it sees what a commit meets, and injects faults there.
+
+It is told what to do by files in the folder that ``WITNESS`` names:
+
+=============  ====================================================================================
+``hold``       JSON of ``running``, ``waiting`` and ``chunked``: once the scheduler has as many, it
+               stands still between two steps until an update waits for its commit
+``fail_at``    a number: each load fails at that tensor, but for the one after it, the way back
+``rank``       a number: loads fail in that rank alone
+``no_flush``   KV cache is never flushed, as where copies to a lower level are under way
+``holding``    written: it stands still
+``arrived``    written: a request has come since it stands still
+``paused``     written: one line of JSON for each pause, with what it has met
+=============  ====================================================================================
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+
+from wtransfer_sglang import bridge
+
+FOLDER = Path(os.environ["WITNESS"])
+
+
+def state(scheduler):
+    running = {id(req) for req in scheduler.running_batch.reqs}
+    if scheduler.last_batch is not None:
+        running |= {id(req) for req in scheduler.last_batch.reqs}
+    return {
+        "running": len(running),
+        "waiting": len(scheduler.waiting_queue),
+        "chunked": int(scheduler.chunked_req is not None),
+    }
+
+
+def is_met(scheduler):
+    try:
+        wanted = json.loads((FOLDER / "hold").read_text())
+    except FileNotFoundError:
+        return False
+    now = state(scheduler)
+    return all(now[key] >= value for key, value in wanted.items())
+
+
+def hold(scheduler, *args, **kwargs):
+    # One rank that stands still keeps the others in the next broadcast.
+    if scheduler.ipc_channels.recv_from_tokenizer is None or not is_met(scheduler):
+        return
+    (FOLDER / "holding").touch()
+    # The test may ask for more meanwhile: then the scheduler goes on until it has that.
+    while is_met(scheduler):
+        if scheduler.ipc_channels.recv_from_tokenizer.poll(0):
+            (FOLDER / "arrived").touch()
+        if bridge._bridge.session.status().pending:
+            (FOLDER / "hold").unlink()
+            return
+        time.sleep(0.001)
+
+
+def note(scheduler, *args, **kwargs):
+    with (FOLDER / "paused").open("a") as file:
+        file.write(json.dumps(state(scheduler)) + "\n")
+
+
+def flush(call, *args, **kwargs):
+    return False if (FOLDER / "no_flush").exists() else call(*args, **kwargs)
+
+
+def is_at_fault():
+    from sglang.srt.runtime_context import get_parallel
+
+    rank = FOLDER / "rank"
+    return not rank.exists() or int(rank.read_text()) == get_parallel().tp_rank
+
+
+way_back = []
+"""Not empty: the load before has failed, and the next one is the way back."""
+
+
+def load(call, model, weights, device):
+    file, fail_at = FOLDER / "fail_at", None
+    if way_back:
+        way_back.clear()
+    elif file.exists() and is_at_fault():
+        way_back.append(True)
+        fail_at = int(file.read_text())
+
+    def failing():
+        for number, item in enumerate(weights):
+            if number == fail_at:
+                raise RuntimeError(f"the load fails at tensor {number}")
+            yield item
+
+    return call(model, failing(), device)
+
+
+def register():
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    scheduler = "sglang.srt.managers.scheduler.Scheduler"
+    loader = "sglang.srt.model_loader.loader.DefaultModelLoader"
+    HookRegistry.register(f"{scheduler}.ingest_requests", hold, HookType.BEFORE)
+    HookRegistry.register(f"{scheduler}.pause_generation", note, HookType.BEFORE)
+    HookRegistry.register(f"{scheduler}.flush_cache", flush, HookType.AROUND)
+    HookRegistry.register(f"{loader}.load_weights_only", load, HookType.AROUND)
