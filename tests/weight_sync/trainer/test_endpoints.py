@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import runpy
+import secrets
 import socket
 import struct
 import threading
@@ -15,7 +16,7 @@ import torch
 
 pytest.importorskip("uvicorn")
 
-from wtransfer import Publisher, WorkerSession
+from wtransfer import Publisher, WorkerServer, WorkerSession
 from wtransfer.errors import (
     AddressError,
     AuthenticationError,
@@ -676,6 +677,56 @@ def test_every_replica_behind_an_address_is_waited_for_and_updated(serve, weight
         "engine-0-1": "committed",
     }
     assert [contents(each) for each in server.replicas] == [contents(weights)] * 2
+
+
+@pytest.fixture
+def ranks(weights):
+    """Sessions of two ranks of one instance, each with a thread that owns its model."""
+    sessions = [
+        WorkerSession(
+            {name: torch.zeros_like(tensor) for name, tensor in weights.items()},
+            name=f"rank-{rank}",
+            instance="i",
+            rank=rank,
+            num_ranks=2,
+            serving_host=ServingHost(num_ranks=2),
+        )
+        for rank in range(2)
+    ]
+    stopping = threading.Event()
+
+    def step(session):
+        while not stopping.is_set():
+            session.commit_pending(0.01)
+
+    threads = [threading.Thread(target=step, args=(session,)) for session in sessions]
+    for thread in threads:
+        thread.start()
+    yield sessions
+    stopping.set()
+    for thread, session in zip(threads, sessions, strict=True):
+        thread.join()
+        session.close()
+
+
+def test_every_rank_behind_a_worker_that_answers_for_all_is_waited_for(ranks, weights, until):
+    made = []
+    with WorkerServer(ranks[0], listen=f"unix:@wt-test-{secrets.token_hex(8)}") as server:
+        inviting = threading.Thread(
+            target=lambda: made.append(Publisher(weights, hosts=[server.url], deadline_s=10))
+        )
+        inviting.start()
+        until(lambda: ranks[0].status().connected)
+        inviting.join(0.3)
+        assert inviting.is_alive(), "the instance is not complete"
+        ranks[1].join(ranks[0].status().publisher, host=server.url)
+        inviting.join(PATIENCE_S)
+        with made[0] as publisher:
+            report = publisher.publish("v1")
+    assert {each.worker: each.outcome for each in report.workers} == {
+        "rank-0": "committed",
+        "rank-1": "committed",
+    }
 
 
 @pytest.mark.usefixtures("patient_connections")

@@ -27,7 +27,7 @@ _GRACE_S = 1.0
 
 @dataclass(frozen=True)
 class Incomplete:
-    """A serving engine of which not every rank has joined."""
+    """An endpoint of several ranks of which not every rank has joined."""
 
     name: str
     """The endpoint."""
@@ -36,7 +36,7 @@ class Incomplete:
     joined: int
     """Ranks of complete instances."""
     wanted: int
-    """Ranks of the engine."""
+    """Ranks behind the endpoint."""
 
     def __str__(self) -> str:
         if self.wanted == 1:
@@ -136,7 +136,7 @@ class Endpoints:
         return {name for name in joined if self.workers[name] is None}
 
     def incomplete(self, joined: Iterable[Hello], whole: Iterable[Hello]) -> list[Incomplete]:
-        """Return the serving engines of which not every rank has joined.
+        """Return the endpoints of several ranks of which not every rank has joined.
 
         Every replica behind a URL counts: a replica left out would go on serving old weights under
         the same name.
@@ -145,17 +145,23 @@ class Endpoints:
             joined: Every worker that has joined.
             whole: The joined workers whose instance is complete.
         """
-        some = {hello.host for hello in joined}
-        ranks: dict[str, list[Hello]] = {name: [] for name in sorted(self.engines)}
+        there: dict[str, list[Hello]] = {name: [] for name in sorted(self.engines)}
+        told: dict[str, int] = {}
+        some = set()
+        for hello in joined:
+            some.add(hello.host)
+            if hello.host is not None and hello.host_ranks is not None:
+                told[hello.host] = max(hello.host_ranks, told.get(hello.host, 0))
+                # An endpoint that names its worker, the first of several ranks.
+                there.setdefault(hello.host, [])
         for hello in whole:
-            if hello.host in ranks:
-                ranks[hello.host].append(hello)
+            if hello.host in there:
+                there[hello.host].append(hello)
         found = []
-        for name, there in ranks.items():
-            told = [hello.host_ranks for hello in there if hello.host_ranks is not None]
-            wanted = max(told, default=self._num_ranks.get(name) or 1)
-            if len(there) < wanted:
-                found.append(Incomplete(name, name in some, len(there), wanted))
+        for name, ranks in there.items():
+            wanted = told.get(name) or self._num_ranks.get(name) or 1
+            if len(ranks) < wanted:
+                found.append(Incomplete(name, name in some, len(ranks), wanted))
         return found
 
     def apply(
