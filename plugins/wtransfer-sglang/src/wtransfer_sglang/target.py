@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from wtransfer.checkpoint.served import ServedCheckpoint, find_folder
 from wtransfer.errors import SchemaError, SourceError
-from wtransfer.weight_sync.worker.schema import canonical_names
+from wtransfer.weight_sync.worker.served_target import ServedTarget
 
 from wtransfer_sglang.proof import LoadError, prove
 
@@ -46,12 +46,8 @@ def checkpoint_folder(runner: Any) -> Path:
     )
 
 
-class SglangTarget:
+class SglangTarget(ServedTarget):
     """A model that SGLang serves, updated in the form of its checkpoint.
-
-    The required contents of an update are read from the headers of the checkpoint that the model
-    was loaded from: SGLang's ``load_weights`` says nothing where a tensor is missing. The way back
-    before the first commit is that checkpoint, too.
 
     Args:
         runner: SGLang's model runner.
@@ -62,31 +58,32 @@ class SglangTarget:
         self.vouched_as = runner.model
         """Stands for the model where KV cache is named at load."""
         self._runner = runner
-        self._checkpoint: ServedCheckpoint | None = None
-        self._schema: Mapping[str, TensorSpec] = {}
-        self._applied: Mapping[str, torch.Tensor] | None = None
-        self._touched = False
-        self._refusal = refusal
-        if refusal is None:
-            try:
-                self._prove()
-            except (SourceError, LoadError) as error:
-                self._refusal = str(error)
+        checkpoint = None
+        try:
+            if refusal is None:
+                # Where a checkpoint has both, SGLang ties them if its configuration says so.
+                tied = getattr(runner.model_config.hf_config, "tie_word_embeddings", False)
+                checkpoint = ServedCheckpoint(checkpoint_folder(runner), tied=bool(tied))
+        except SourceError as error:
+            refusal = str(error)
+        super().__init__(checkpoint)
+        self._refusal = refusal if checkpoint is None else self._found_wrong(checkpoint)
         if self._refusal is not None:
-            logger.warning("this SGLang takes no update: %s", self._refusal)
+            logger.warning("no update is taken: %s", self._refusal)
 
-    def _prove(self) -> None:
+    def _found_wrong(self, checkpoint: ServedCheckpoint) -> str | None:
+        """Return what the proof finds wrong with SGLang's load; None: nothing."""
         begun = time.monotonic()
-        model, config = self._runner.model, self._runner.model_config
-        # Where a checkpoint has both, SGLang ties them if its configuration says so.
-        tied = bool(getattr(config.hf_config, "tie_word_embeddings", False))
-        checkpoint = ServedCheckpoint(checkpoint_folder(self._runner), tied=tied)
-        self._checkpoint, self._schema = checkpoint, checkpoint.schema()
-        prove(model, lambda: self._load(checkpoint))
+        model = self._runner.model
+        try:
+            prove(model, lambda: self.load(self.in_form(checkpoint)))
+        except LoadError as error:
+            return str(error)
         name, seconds = type(model).__name__, time.monotonic() - begun
         logger.info("the load of %s gives what it serves (%.2f s)", name, seconds)
+        return None
 
-    def schema(self) -> Mapping[str, TensorSpec]:
+    def schema(self) -> Mapping[str, TensorSpec] | None:
         """Return the checkpoint's form.
 
         Raises:
@@ -94,19 +91,13 @@ class SglangTarget:
         """
         if self._refusal is not None:
             raise SchemaError(self._refusal)
-        return self._schema
+        return super().schema()
 
-    def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load a whole set, as SGLang has loaded its checkpoint.
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Load a whole set, by the function that has loaded the checkpoint.
 
-        If the load fails, the model is a mix, over which another whole load must follow.
+        If it fails, the model is a mix, over which another whole load must follow.
         """
-        self._touched = True
-        self._applied = None
-        self._load(tensors)
-        self._applied = tensors
-
-    def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         import torch
         from sglang.srt.model_loader.loader import DefaultModelLoader
         from sglang.srt.model_loader.utils import set_default_torch_dtype
@@ -115,28 +106,4 @@ class SglangTarget:
         device = torch.device(runner.device)
         with torch.no_grad(), set_default_torch_dtype(runner.model_config.dtype):
             DefaultModelLoader.restore_weights_before_loading(runner.model, device)
-            DefaultModelLoader.load_weights_and_postprocess(
-                runner.model, self._in_form(tensors), device
-            )
-
-    def _in_form(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield tensors in the dtypes of the checkpoint, one by one."""
-        canonical = canonical_names(self._schema)
-        for name, tensor in tensors.items():
-            spec = self._schema.get(canonical.get(name, name))
-            yield name, tensor if spec is None else tensor.to(spec.dtype)
-
-    def base(self) -> Mapping[str, torch.Tensor] | None:
-        """Return the checkpoint on disk; None: it is not there, or was changed since."""
-        if self._checkpoint is None or not self._checkpoint.unchanged():
-            return None
-        return self._checkpoint
-
-    def capture(self) -> Mapping[str, torch.Tensor] | None:
-        """Return the last applied set; before the first, the checkpoint on disk."""
-        return self._applied if self._touched else self.base()
-
-    def forget(self) -> None:
-        """Drop the last applied set: the model does not hold it any more."""
-        self._touched = True
-        self._applied = None
+            DefaultModelLoader.load_weights_and_postprocess(runner.model, weights, device)

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from wtransfer.checkpoint.quantisation import scheme_name
-from wtransfer.weight_sync.worker.schema import canonical_names
+from wtransfer.weight_sync.worker.served_target import ServedTarget
 
 from wtransfer_vllm.checkpoint import find_checkpoint
 from wtransfer_vllm.proof import prove
@@ -27,16 +27,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 
 
-class VllmTarget:
+class VllmTarget(ServedTarget):
     """A model that vLLM serves, updated in the form of its checkpoint.
 
-    The required contents of an update are read from the headers of the checkpoint that the model
-    was loaded from, never from the result of ``load_weights``: the latter names the same fused
-    parameters when a part of them is missing. Without a checkpoint on disk the first complete
-    update sets the form.
-
-    The way back before the first commit is that checkpoint, too. Where it is not on disk, or was
-    changed since, there is no way back, and a failed first commit leaves the worker *empty*.
+    Where the checkpoint is not on disk, or was changed since, there is no way back before the first
+    commit, and one that fails leaves the worker *empty*.
 
     Args:
         model: The module.
@@ -52,31 +47,21 @@ class VllmTarget:
         # equal.
         configured = getattr(vllm_config.model_config.hf_config, "tie_word_embeddings", False)
         tied = bool(configured or _shares_matrix(model))
-        self._checkpoint = find_checkpoint(vllm_config, tied=tied)
-        self._schema = None if self._checkpoint is None else self._checkpoint.schema()
+        super().__init__(find_checkpoint(vllm_config, tied=tied))
         settings = getattr(vllm_config.model_config.hf_config, "quantization_config", None)
         self.scheme = scheme_name(settings if isinstance(settings, dict) else None)
         """How the checkpoint's weights are quantised; empty also where vLLM quantises floats."""
-        self._applied: Mapping[str, torch.Tensor] | None = None
-        self._touched = False
         self._refusal: str | None = None
         self.proven = False
         """True once the result of `apply` is known to equal the update that was sent."""
 
-    def schema(self) -> Mapping[str, TensorSpec] | None:
-        """Return the checkpoint's form; None: that of the last whole update."""
-        return self._schema
-
-    def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Load a whole set, and have vLLM process every layer for its kernels.
 
         If the load fails, incomplete layers have their old weights, and complete ones have new
         weights: a mix, over which another whole load must follow.
         """
-        self._touched = True
-        self._applied = None
-        reload(self._model, self._vllm_config, self._in_form(tensors))
-        self._applied = tensors
+        reload(self._model, self._vllm_config, weights)
 
     def prove(self) -> None:
         """Raise unless the result of `apply` is the update that was sent.
@@ -106,9 +91,9 @@ class VllmTarget:
 
     def _served(self) -> Iterable[tuple[str, torch.Tensor]] | None:
         """Return the weights that vLLM serves; None: its dummies."""
-        if self._applied is not None:
-            return self._in_form(self._applied)
-        if self._checkpoint is not None and not self._checkpoint.unchanged():
+        if self.applied is not None:
+            return self.in_form(self.applied)
+        if self.checkpoint is not None and not self.checkpoint.unchanged():
             raise ReloadError(
                 "this worker takes no update: whether vLLM's reload gives what was loaded is found "
                 "out with the checkpoint that it serves, which was overwritten since; restart vLLM"
@@ -140,33 +125,6 @@ class VllmTarget:
                     "could pass experts of two versions. Run replicas as servers of their own, or "
                     "tensor-parallel ranks"
                 )
-
-    def _in_form(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield tensors in the dtypes of the checkpoint, one by one.
-
-        Cast here and not in the model's loaders: some loaders compare or keep their input, and each
-        layer's kernels shall see the very bytes that a checkpoint would have had.
-        """
-        schema = self._schema or {}
-        canonical = canonical_names(schema)
-        for name, tensor in tensors.items():
-            spec = schema.get(canonical.get(name, name))
-            yield name, tensor if spec is None else tensor.to(spec.dtype)
-
-    def base(self) -> Mapping[str, torch.Tensor] | None:
-        """Return the checkpoint on disk; None: it is not there, or was changed since."""
-        if self._checkpoint is None or not self._checkpoint.unchanged():
-            return None
-        return self._checkpoint
-
-    def capture(self) -> Mapping[str, torch.Tensor] | None:
-        """Return the last applied set; before the first, the checkpoint on disk."""
-        return self._applied if self._touched else self.base()
-
-    def forget(self) -> None:
-        """Drop the last applied set: the model does not hold it any more."""
-        self._touched = True
-        self._applied = None
 
 
 class SeedTarget:
