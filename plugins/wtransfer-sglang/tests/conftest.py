@@ -44,14 +44,23 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="session")
 def servers(models, tmp_path_factory):
     """Kind of model -> a server of its model A; both start at once."""
-    from server import Server
+    from publishers import pushed
+    from server import PROMPT, Server
 
     options = {"chunked-prefill-size": "64", "max-running-requests": "4"}
     folder = tmp_path_factory.mktemp("servers")
     started = {
         kind: Server(folder / kind, models / f"{kind}-A", options) for kind in ("llama", "moe")
     }
-    yield {kind: server.ready() for kind, server in started.items()}
+    for kind, server in started.items():
+        server.ready()
+        # Blocks that were computed before the first update, of weights that are received again.
+        server.tell("no_flush")
+        server.base = [server.ask(PROMPT)]
+        pushed(models / f"{kind}-A", server, "A")
+        server.base.append(server.ask(PROMPT))
+        server.forget("no_flush")
+    yield started
     for server in started.values():
         server.close()
 

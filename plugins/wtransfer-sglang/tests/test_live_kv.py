@@ -7,6 +7,10 @@ from tiny_models import wrong_tokens
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
+llama_first = pytest.mark.parametrize(
+    "kind", ["llama", pytest.param("moe", marks=pytest.mark.nightly)]
+)
+
 
 @pytest.fixture
 def no_flush(server):
@@ -14,6 +18,14 @@ def no_flush(server):
     server.tell("no_flush")
     yield
     server.forget("no_flush")
+
+
+def test_loaded_weights_have_the_name_of_a_push_of_their_checkpoint(server):
+    loaded, received = server.base
+    assert [loaded.versions, received.versions] == [[("default", 0, 8)], [("A", 0, 8)]]
+    assert loaded.num_cached == 0
+    assert received.num_cached == len(PROMPT) - 1
+    assert received.tokens == loaded.tokens
 
 
 def test_blocks_of_other_weights_are_no_hit_and_those_of_equal_weights_are(
@@ -35,6 +47,7 @@ def test_blocks_of_other_weights_are_no_hit_and_those_of_equal_weights_are(
     assert wrong_tokens(folders, again) == []
 
 
+@llama_first
 def test_requests_that_wait_or_are_retracted_file_their_blocks_under_the_new_weights(
     server,
     folders,
@@ -65,3 +78,47 @@ def test_requests_that_wait_or_are_retracted_file_their_blocks_under_the_new_wei
     for prompt in (*prompts, long, *late):
         back = server.ask(prompt)
         assert wrong_tokens(folders, back) == [], "a block of B was taken for one of A"
+
+
+@llama_first
+def test_weights_that_sglangs_own_verb_brings_have_another_name_and_no_version(
+    server, folders, no_flush
+):
+    prompt = [9, *PROMPT]
+    pushed(folders["A"], server, "A")
+    first = server.ask(prompt)
+    assert server.weight_info()["state"] == "serving"
+    body = {"model_path": str(folders["B"]), "flush_cache": False, "weight_version": "B"}
+    assert server.post("/update_weights_from_disk", body)["success"]
+    other = server.ask(prompt)
+    assert other.versions == [("B", 0, 8)]
+    assert other.num_cached == 0
+    assert wrong_tokens(folders, other) == []
+    assert server.weight_info()["state"] == "empty"
+    pushed(folders["A"], server, "A")
+    again = server.ask(prompt)
+    assert again.tokens == first.tokens
+    assert again.num_cached == len(prompt) - 1
+    assert server.weight_info()["state"] == "serving"
+
+
+@llama_first
+def test_request_that_runs_while_sglangs_own_verb_changes_the_weights_files_no_blocks(
+    server, folders, no_flush
+):
+    prompt = [11, *PROMPT]
+    pushed(folders["A"], server, "A")
+    begun = server.begin(prompt, 200)
+    server.wait_for_requests(1)
+    # SGLang waits for requests to end, or keeps them as they are where it is paused in place.
+    server.post("/pause_generation", {"mode": "in_place"})
+    body = {"model_path": str(folders["B"]), "flush_cache": False, "weight_version": "B"}
+    assert server.post("/update_weights_from_disk", body)["success"]
+    server.post("/continue_generation", {})
+    answer = begun.result()
+    assert [version for version, _, _ in answer.versions] == ["A", "B"]
+    for name in "AB":
+        pushed(folders[name], server, name)
+        after = server.ask(prompt + answer.tokens[:40])
+        assert after.num_cached <= len(prompt), "blocks of two sets of weights are kept"
+        assert wrong_tokens(folders, after) == []

@@ -172,19 +172,22 @@ class Bridge:
         return "local:" + xxhash.xxh3_128_hexdigest(f"{self._secret} {self._num_names}".encode())
 
     def _open_session(self, listen: str | None, join: str | None) -> None:
-        from sglang.srt.runtime_context import get_parallel
+        from sglang.srt.model_executor.model_runner_components import weight_updater
+        from sglang.srt.runtime_context import get_exec, get_parallel
 
-        if listen and get_parallel().dp_size > 1:
+        parallel, scheduler = get_parallel(), self._scheduler
+        if listen and parallel.dp_size > 1:
             raise ValueError(
                 f"{LISTEN_VARIABLE} names one address, and this server has "
-                f"{get_parallel().dp_size} data-parallel replicas, each of which is an instance "
+                f"{parallel.dp_size} data-parallel replicas, each of which is an instance "
                 f"of its own: set {JOIN_VARIABLE}, or run the replicas as servers of their own"
             )
         cast = os.environ.get(CAST_VARIABLE) or "0"
         if cast not in ("0", "1"):
             raise ValueError(f"{CAST_VARIABLE} is {cast!r}, expected 0 or 1")
-        scheduler = self._scheduler
-        target = SglangTarget(scheduler.tp_worker.model_runner, refusal_of(scheduler))
+        runner = scheduler.tp_worker.model_runner
+        derived = weight_updater._unsupported_derived_weight_cache_error(runner.model)  # noqa: SLF001
+        target = SglangTarget(runner, refusal_of(scheduler, parallel, get_exec().moe, derived))
         self.session = session = _RankSession(
             target,
             cast=cast == "1",
@@ -376,7 +379,8 @@ class Bridge:
         scheduler = self._scheduler
         self._is_base = False
         self.fingerprint = self._own_name()
-        for req in scheduler.collect_inflight_reqs():
+        running = scheduler.collect_inflight_reqs()
+        for req in running if scheduler.chunked_req is None else {*running, scheduler.chunked_req}:
             req.skip_radix_cache_insert = True
         self._end_prefetches()
         for req in self._waiting():

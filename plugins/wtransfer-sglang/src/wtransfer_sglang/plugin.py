@@ -21,6 +21,7 @@ RELEASES = ("0.5.23",)
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+RUNNER = "sglang.srt.model_executor.model_runner_components"
 LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
 
 BEFORE: dict[str, Callable[..., Any]] = {
@@ -39,6 +40,7 @@ USED = (
     f"{SCHEDULER}.continue_generation",
     f"{SCHEDULER}.record_weight_version_change",
     f"{SCHEDULER}._prefetch_kvcache",
+    f"{RUNNER}.weight_updater._unsupported_derived_weight_cache_error",
     f"{LOADER}.restore_weights_before_loading",
     f"{LOADER}.load_weights_and_postprocess",
     "sglang.srt.managers.io_struct.PauseGenerationReqInput",

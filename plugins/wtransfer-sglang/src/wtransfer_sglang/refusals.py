@@ -8,21 +8,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def refusal_of(scheduler: Any) -> str | None:
+def refusal_of(scheduler: Any, parallel: Any, experts: Any, derived: str | None) -> str | None:
     """Return why a scheduler's model takes no update; None: nothing known speaks against it.
 
     Args:
         scheduler: SGLang's.
+        parallel: SGLang's, of this process.
+        experts: SGLang's settings of experts.
+        derived: Why SGLang itself would not update the model; None: it would.
     """
-    found = list(_refusals(scheduler))
+    found = [*_refusals(scheduler, parallel, experts), *([derived] if derived else [])]
     return f"this SGLang takes no update: {'; '.join(found)}" if found else None
 
 
-def _refusals(scheduler: Any) -> Iterator[str]:
-    from sglang.srt.model_executor.model_runner_components import weight_updater
-    from sglang.srt.runtime_context import get_exec, get_parallel
-
-    config, parallel = scheduler.model_config, get_parallel()
+def _refusals(scheduler: Any, parallel: Any, experts: Any) -> Iterator[str]:
+    config = scheduler.model_config
     if not scheduler.spec_algorithm.is_none() or scheduler.draft_worker is not None:
         yield "it drafts tokens, and a draft model would keep its weights"
     if scheduler.disaggregation_mode.value != "null":
@@ -40,7 +40,7 @@ def _refusals(scheduler: Any) -> Iterator[str]:
         yield f"it has {parallel.pp_size} pipeline stages"
     if parallel.attn_dp_enabled:
         yield "its attention is data-parallel"
-    if get_exec().moe.elastic_ep_backend is not None:
+    if experts.elastic_ep_backend is not None:
         yield "its experts are elastic"
     if scheduler.enable_lora:
         yield "it serves adapters"
@@ -50,7 +50,3 @@ def _refusals(scheduler: Any) -> Iterator[str]:
         yield "it keeps KV cache beside its prefix cache (hisparse, LMCache or pdmux)"
     if getattr(scheduler.server_args, "enable_streaming_session", False):
         yield "its streaming sessions keep KV cache beside its prefix cache"
-    model = scheduler.tp_worker.model_runner.model
-    derived = weight_updater._unsupported_derived_weight_cache_error(model)  # noqa: SLF001
-    if derived is not None:
-        yield derived

@@ -100,6 +100,12 @@ class Server:
         with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
             return json.loads(answer.read() or b"null")
 
+    def weight_info(self):
+        """Return what the server says of its weights at `WTRANSFER_LISTEN`."""
+        from wtransfer.weight_sync.http.client import HttpClient
+
+        return HttpClient(self.address, TOKEN).weight_info()
+
     def ask(self, prompt, num_tokens=8, **more):
         """Return the answer to a prompt of token ids: tokens, versions and cached tokens."""
         sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
@@ -127,6 +133,14 @@ class Server:
         self.forget("holding")
         self.tell("hold", json.dumps(wanted))
         self._wait_for("holding")
+
+    def wait_for_requests(self, number):
+        """Wait until as many requests run."""
+        self.forget("running")
+        end = time.monotonic() + ANSWER_S
+        while not (file := self.folder / "running").exists() or int(file.read_text()) < number:
+            assert time.monotonic() < end
+            time.sleep(0.005)
 
     def begin_held(self, *args, **kwargs):
         """Ask while the scheduler stands still; return when it could take the request."""

@@ -8,6 +8,7 @@ It is told what to do by files in the folder that ``WITNESS`` names:
 ``fail_at``    a number: each load fails at that tensor, but for the one after it, the way back
 ``rank``       a number: loads fail in that rank alone
 ``no_flush``   KV cache is never flushed, as where copies to a lower level are under way
+``running``    written: how many requests ran in the last step that had any
 ``holding``    written: it stands still
 ``arrived``    written: a request has come since it stands still
 ``paused``     written: one line of JSON for each pause, with what it has met
@@ -18,6 +19,8 @@ import json
 import os
 import time
 from pathlib import Path
+
+import torch
 
 from wtransfer_sglang import bridge
 
@@ -44,9 +47,20 @@ def is_met(scheduler):
     return all(now[key] >= value for key, value in wanted.items())
 
 
+def tell_running(scheduler):
+    number = state(scheduler)["running"]
+    if number:
+        made = FOLDER / ".running"
+        made.write_text(str(number))
+        made.rename(FOLDER / "running")
+
+
 def hold(scheduler, *args, **kwargs):
     # One rank that stands still keeps the others in the next broadcast.
-    if scheduler.ipc_channels.recv_from_tokenizer is None or not is_met(scheduler):
+    if scheduler.ipc_channels.recv_from_tokenizer is None:
+        return
+    tell_running(scheduler)
+    if not is_met(scheduler):
         return
     (FOLDER / "holding").touch()
     # The test may ask for more meanwhile: then the scheduler goes on until it has that.
@@ -96,11 +110,32 @@ def load(call, model, weights, device):
     return call(model, failing(), device)
 
 
+def copy_pages(src_layers, dst_layers, src_indices, dst_indices, page_size):
+    """Stands in for sgl_kernel's ``transfer_kv_direct``, which SGLang has for CUDA alone."""
+    for source, target in zip(src_layers, dst_layers, strict=True):
+        target[dst_indices] = source[src_indices]
+
+
+def allocate(dims, dtype, device, **_):
+    """Stands in for SGLang's allocation of host memory, which it pins for CUDA."""
+    return torch.empty(dims, dtype=dtype, device=device)
+
+
+def unpin(_result, pool, *args, **kwargs):
+    """Nothing can be pinned without a device."""
+    pool.pin_memory = False
+
+
 def register():
+    from sglang.srt.mem_cache.pool_host import common, mha
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    mha.transfer_kv_direct = copy_pages
+    common.ALLOC_MEMORY_FUNCS["cpu"] = allocate
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     loader = "sglang.srt.model_loader.loader.DefaultModelLoader"
+    pool = "sglang.srt.mem_cache.pool_host.base.HostKVCache"
+    HookRegistry.register(f"{pool}.__init__", unpin, HookType.AFTER)
     HookRegistry.register(f"{scheduler}.ingest_requests", hold, HookType.BEFORE)
     HookRegistry.register(f"{scheduler}.pause_generation", note, HookType.BEFORE)
     HookRegistry.register(f"{scheduler}.flush_cache", flush, HookType.AROUND)

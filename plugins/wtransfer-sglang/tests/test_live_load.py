@@ -1,0 +1,38 @@
+"""A live SGLang under load: many requests, many updates, and each token of the version it names."""
+
+import pytest
+from publishers import publishing
+from safetensors.torch import load_file
+from server import Server
+from tiny_models import wrong_tokens
+
+pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(1200)]
+
+NUM_REQUESTS, NUM_UPDATES = 32, 50
+
+
+@pytest.fixture(scope="module", params=["overlap", "no overlap"])
+def loaded(request, models, tmp_path_factory):
+    options = {"chunked-prefill-size": "64", "max-running-requests": "16"}
+    if request.param == "no overlap":
+        options["disable-overlap-schedule"] = True
+    server = Server(tmp_path_factory.mktemp("loaded"), models / "llama-A", options)
+    yield server.ready()
+    server.close()
+
+
+def test_every_token_is_of_the_version_that_it_names(loaded, models):
+    held_by = [load_file(models / f"llama-{name}" / "model.safetensors") for name in "AB"]
+    folders = {"default": models / "llama-A"}
+    begun = []
+    with publishing(loaded, models / "llama-A") as (publisher, held):
+        for number in range(NUM_UPDATES):
+            while len(begun) < NUM_REQUESTS * (number + 1) // NUM_UPDATES:
+                prompt = [(len(begun) * 7 + place) % 251 for place in range(5 + 9 * len(begun))]
+                begun.append(loaded.begin(prompt, 20 + 5 * len(begun)))
+            held.update(held_by[(number + 1) % 2])
+            publisher.publish(f"v{number}")
+            folders[f"v{number}"] = models / f"llama-{'BA'[number % 2]}"
+        answers = [each.result() for each in begun]
+    assert max(answer.num_retractions for answer in answers) > 1
+    assert [wrong_tokens(folders, answer) for answer in answers] == [[]] * NUM_REQUESTS
