@@ -1,9 +1,11 @@
 """A live SGLang under load: many requests, many updates, and each token of the version it names."""
 
+import secrets
+
 import pytest
-from publishers import publishing
+import wtransfer
 from safetensors.torch import load_file
-from server import Server
+from server import TOKEN, Server
 from tiny_models import wrong_tokens
 
 pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(1200)]
@@ -16,7 +18,11 @@ def loaded(request, models, tmp_path_factory):
     options = {"chunked-prefill-size": "64", "max-running-requests": "16"}
     if request.param == "no overlap":
         options["disable-overlap-schedule"] = True
-    server = Server(tmp_path_factory.mktemp("loaded"), models / "llama-A", options)
+    # Joins a publisher by itself, now and whenever there is one.
+    join = f"unix:@wtransfer-sglang-{secrets.token_hex(6)}"
+    folder = tmp_path_factory.mktemp("loaded")
+    server = Server(folder, models / "llama-A", options, {"WTRANSFER_JOIN": join})
+    server.join = join
     yield server.ready()
     server.close()
 
@@ -25,7 +31,9 @@ def test_every_token_is_of_the_version_that_it_names(loaded, models):
     held_by = [load_file(models / f"llama-{name}" / "model.safetensors") for name in "AB"]
     folders = {"default": models / "llama-A"}
     begun = []
-    with publishing(loaded, models / "llama-A") as (publisher, held):
+    held = dict(held_by[0])
+    with wtransfer.Publisher(held, listen=loaded.join, token=TOKEN, deadline_s=30) as publisher:
+        publisher.wait_for_workers(1, timeout_s=60)
         for number in range(NUM_UPDATES):
             while len(begun) < NUM_REQUESTS * (number + 1) // NUM_UPDATES:
                 prompt = [(len(begun) * 7 + place) % 251 for place in range(5 + 9 * len(begun))]
