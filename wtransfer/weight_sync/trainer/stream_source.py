@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
@@ -133,13 +134,13 @@ class _Pass:
 
     def collect(self) -> Sequence[ParamMeta]:
         """Read the stream into host memory, to be yielded from there; return its metadata."""
-        copies: list[tuple[str, torch.Tensor]] = []
+        copies: deque[tuple[str, torch.Tensor]] = deque()
         with contextlib.suppress(StopIteration):
             while True:
                 name, tensor = self._take()
                 copies.append((name, tensor.detach().to("cpu", copy=True)))
         found, self.seen = self.seen, []
-        self._next = iter(copies).__next__
+        self._next = _popped(copies).__next__
         return found
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -195,3 +196,9 @@ class _Pass:
                     self._take()
         finally:
             self._step.release()
+
+
+def _popped(copies: deque[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    # Each is freed once the engine has it.
+    while copies:
+        yield copies.popleft()
