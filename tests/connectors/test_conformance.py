@@ -72,12 +72,18 @@ class TestTieringOffloadingSpec(ConnectorConformance):
     @pytest.fixture(autouse=True)
     def written_behind(self, monkeypatch):
         """Requests have ended when what lies behind the arena is written, too."""
-        run, all_free = ConnectorTestBed.run, {}
+        make, run, all_free = ConnectorTestBed.__init__, ConnectorTestBed.run, {}
+
+        def workers_of(bed):
+            return [each.side.side for i in bed.instances for each in i.workers]
+
+        def make_and_note(bed, *args, **options):
+            make(bed, *args, **options)
+            for worker in workers_of(bed):
+                all_free[worker] = worker.get_stats().get("buffers_free")
 
         def run_to_the_end(bed, *requests):
-            workers = [each.side.side for i in bed.instances for each in i.workers]
-            for worker in workers:
-                all_free.setdefault(worker, worker.get_stats().get("buffers_free"))
+            workers = workers_of(bed)
             run(bed, *requests)
             deadline, quiet = Deadline(bed.deadline_s), 0
             # Twice: between the queue and its buffer a block is in neither.
@@ -91,6 +97,7 @@ class TestTieringOffloadingSpec(ConnectorConformance):
                 quiet = quiet + 1 if is_quiet else 0
                 time.sleep(0.0005)
 
+        monkeypatch.setattr(ConnectorTestBed, "__init__", make_and_note)
         monkeypatch.setattr(ConnectorTestBed, "run", run_to_the_end)
 
     def damage(self, bed):
