@@ -127,6 +127,16 @@ class Session:
         for each in self.trainers.workers:
             call(each, setattr, name, value)
 
+    def imported(self):
+        """Return the rooms of wtransfer that trainer ranks and rollouts have imported."""
+        rollouts = [each.workers[0] for each in self.manager.replicas]
+        found = [call(each, rooms) for each in (*self.trainers.workers, *rollouts)]
+        return sorted(set().union(*found))
+
+
+def rooms(_):
+    return {name.split(".")[1] for name in sys.modules if name.startswith("wtransfer.")}
+
 
 def num_ordered(worker):
     return worker.server_adapter.num_ordered
@@ -151,9 +161,10 @@ def main(folder, result, plan):
     try:
         session = Session(**plan)
         said = [session.sync(step, fault) for step, fault in enumerate(plan["syncs"], start=1)]
+        imported = session.imported()
     finally:
         ray.shutdown()
-    Path(result).write_text(json.dumps(said), "utf-8")
+    Path(result).write_text(json.dumps({"syncs": said, "imported": imported}), "utf-8")
 
 
 if __name__ == "__main__":

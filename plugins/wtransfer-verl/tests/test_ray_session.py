@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import secrets
 import shutil
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 from stand_ins import FAILS_AT, NUM_TENSORS
 
+ROOT = Path(__file__).parents[3]
 SESSION = Path(__file__).parent / "ray_session.py"
 MARK = "WTRANSFER_RAY_TEST"
 # Ray's processes listen on every interface; so they get a network of their own with none.
@@ -56,7 +58,7 @@ def await_none(mark):
 
 
 def run(result, timeout_s, **plan):
-    """Return what came of each sync, and the processes that were left."""
+    """Return what came of each sync, the rooms that were imported, and the processes left."""
     tried = subprocess.run([*APART, "true"], capture_output=True, text=True, check=False)
     if tried.returncode:
         pytest.skip(tried.stderr)
@@ -75,7 +77,7 @@ def run(result, timeout_s, **plan):
         )
         left = await_none(mark)
         assert done.returncode == 0, done.stderr[-4000:]
-        return json.loads(result.read_text("utf-8")), left
+        return json.loads(result.read_text("utf-8")) | {"left": left}
     finally:
         for pid in processes(mark):
             with contextlib.suppress(ProcessLookupError):
@@ -93,30 +95,29 @@ pytestmark = pytest.mark.timeout(200)
 
 
 def test_every_rollout_has_the_set_of_a_sync_that_succeeds(session):
-    syncs, _ = session
-    found = [each for each in syncs if each["fault"] is None]
+    found = [each for each in session["syncs"] if each["fault"] is None]
     assert [each["error"] for each in found] == [None] * 3
     assert [each["holds"] for each in found] == [[1] * 3, [3] * 3, [5] * 3]
     assert [each["metrics"]["wtransfer/bytes"] for each in found] == [163840] * 3
 
 
 def test_rollout_that_is_killed_in_a_sync_leaves_the_others_on_the_old_set(session):
-    killed = session[0][1]
+    killed = session["syncs"][1]
     assert "actor died" in killed["error"]
     assert killed["holds"] == [1, 1]
     assert killed["num_ordered"] == [1, 1]
 
 
 def test_every_rank_gathers_the_rest_when_a_round_has_failed(session):
-    assert session[0][1]["num_gathered"] == [NUM_TENSORS] * 2
+    assert session["syncs"][1]["num_gathered"] == [NUM_TENSORS] * 2
 
 
 def test_rollout_that_was_restarted_joins_the_next_sync(session):
-    assert session[0][2]["num_ordered"] == [2, 2, 1]
+    assert session["syncs"][2]["num_ordered"] == [2, 2, 1]
 
 
 def test_trainer_that_fails_in_the_midst_leaves_every_rollout_on_the_old_set(session):
-    failed = session[0][3]
+    failed = session["syncs"][3]
     assert f"RuntimeError: the trainer failed at model.layers.{FAILS_AT}.weight" in failed["error"]
     assert failed["num_gathered"] == [FAILS_AT] * 2
     assert failed["holds"] == [3] * 3
@@ -124,11 +125,18 @@ def test_trainer_that_fails_in_the_midst_leaves_every_rollout_on_the_old_set(ses
 
 
 def test_rollouts_generate_after_every_sync(session):
-    assert [set(each["generates"]) for each in session[0]] == [{True}] * 5
+    assert [set(each["generates"]) for each in session["syncs"]] == [{True}] * 5
 
 
 def test_ray_leaves_nothing_behind(session):
-    assert session[1] == []
+    assert session["left"] == []
+
+
+def test_ci_tests_the_package_when_a_room_that_it_imports_has_changed(session):
+    ci = (ROOT / ".ci" / "run").read_text("utf-8")
+    (compared,) = re.findall(r"wtransfer/\{([\w,]+)\}", ci)
+    folders = {path.name for path in (ROOT / "wtransfer").iterdir() if path.is_dir()}
+    assert folders.intersection(session["imported"]) == set(compared.split(","))
 
 
 @pytest.mark.nightly
@@ -141,12 +149,15 @@ def test_ray_leaves_nothing_behind(session):
 def test_no_fault_of_many_leaves_rollouts_with_different_sets(tmp_path, seed, engine_kwargs):
     dice = random.Random(seed)
     syncs = [fault for _ in range(2) for fault in dice.sample([None, *FAULTS], 5)] + [None]
-    found, left = run(tmp_path / "result", 800, syncs=syncs, engine_kwargs=engine_kwargs)
+    said = run(tmp_path / "result", 800, syncs=syncs, engine_kwargs=engine_kwargs)
     held = 0
-    for each in found:
+    for each in said["syncs"]:
         assert (each["error"] is None) is (each["fault"] in (None, LATE)), each
         assert set(each["generates"]) == {True}
-        before, held = held, each["step"] if each["error"] is None else held
-        # A rollout that has joined since has none before its first sync succeeds.
-        assert set(each["holds"]) <= ({held} if held != before else {held, 0}), each
-    assert left == []
+        # A rollout that has joined since the last success has none before the next.
+        allowed = {held, 0}
+        if each["error"] is None:
+            held = each["step"]
+            allowed = {held}
+        assert set(each["holds"]) <= allowed, each
+    assert said["left"] == []
