@@ -1,0 +1,19 @@
+"""The tests need verl and Ray: `make_env.py` makes the environment. Elsewhere none is collected."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+NEEDED = ("wtransfer_verl", "verl", "ray")
+collect_ignore_glob = [] if all(map(importlib.util.find_spec, NEEDED)) else ["test_*.py"]
+
+
+def pytest_configure(config):
+    # What verl and Ray warn of at import is theirs.
+    config.addinivalue_line("filterwarnings", "ignore::DeprecationWarning")
+    config.addinivalue_line("filterwarnings", "ignore::FutureWarning")
+    config.addinivalue_line("filterwarnings", "ignore::ResourceWarning")

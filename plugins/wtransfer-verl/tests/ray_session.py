@@ -1,0 +1,171 @@
+"""Syncs by verl's manager, between Ray actors; writes what came of each to a file.
+
+python ray_session.py FOLDER RESULT PLAN    FOLDER: Ray's, short, for sockets lie in it
+
+PLAN is JSON: ``syncs``, the fault of each sync (null, or name of one in `Session`), and
+``engine_kwargs``. Run it in a network namespace of its own: Ray's processes listen on every
+interface that there is.
+"""
+
+import fcntl
+import json
+import os
+import socket
+import struct
+import sys
+from pathlib import Path
+
+import ray
+import torch
+from stand_ins import HeldAdapter, Replica, TrainerWorker, weights_of
+from verl.checkpoint_engine import CheckpointEngineWorker
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.utils.import_utils import load_class_from_fqn
+from verl.workers.config import CheckpointEngineConfig, RolloutConfig
+
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
+LOOPBACK = "127.0.0.1"
+NUM_TRAINERS, NUM_ROLLOUTS = 2, 3
+
+
+def raise_loopback():
+    """Make 127.0.0.1 work in a new network namespace, where nothing else is."""
+    interfaces = [name for _, name in socket.if_nameindex()]
+    if interfaces != ["lo"]:
+        raise SystemExit(f"not in a network namespace of its own: {interfaces}")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
+        fcntl.ioctl(line, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP))
+
+
+def group(size, actor_class, *args):
+    """Return a group of verl's workers, on CPUs."""
+    with socket.socket() as line:
+        line.bind((LOOPBACK, 0))
+        port = line.getsockname()[1]
+    return RayWorkerGroup(
+        resource_pool=RayResourcePool([size], use_gpu=False, max_colocate_count=1),
+        ray_cls_with_init=RayClassWithInitArgs(ray.remote(actor_class), *args),
+        use_gpu=False,
+        device_name="cpu",
+        master_addr=LOOPBACK,
+        master_port=str(port),
+    )
+
+
+def call(actor, function, *args):
+    return ray.get(actor.__ray_call__.remote(function, *args), timeout=60)
+
+
+def held_step(worker, num_steps):
+    """Return the step whose whole set a rollout's model is; 0: it has none yet; None: a mixture."""
+    model = worker.server_adapter.model
+    for step in range(1, num_steps + 1):
+        wanted = dict(weights_of(step))
+        if model.keys() == wanted.keys() and all(torch.equal(model[n], wanted[n]) for n in model):
+            return step
+    return None if model else 0
+
+
+class Session:
+    def __init__(self, syncs, engine_kwargs):
+        self.num_steps = len(syncs)
+        self.config = CheckpointEngineConfig(
+            backend="wtransfer",
+            custom_backend_module="wtransfer_verl",
+            update_weights_bucket_megabytes=1,
+            engine_kwargs={"wtransfer": engine_kwargs},
+        )
+        self.trainers = group(NUM_TRAINERS, TrainerWorker, self.config)
+        self.num_replicas = 0
+        # As verl's trainers make it.
+        manager_class = load_class_from_fqn("wtransfer_verl.CheckpointManager")
+        replicas = [self.replica() for _ in range(NUM_ROLLOUTS)]
+        self.manager = manager_class(self.config, self.trainers, replicas)
+
+    def replica(self):
+        """Return a replica, whose rollout is verl's own worker."""
+        rollout = RolloutConfig(
+            name="vllm", tensor_model_parallel_size=1, checkpoint_engine=self.config
+        )
+        workers = group(1, CheckpointEngineWorker, rollout, None, HeldAdapter()).workers
+        self.num_replicas += 1
+        return Replica(self.num_replicas, workers)
+
+    def sync(self, step, fault):
+        """Sync, and return what came of it."""
+        dead = None
+        if fault == "trainer fails":
+            self.set_trainers("fails", value=True)
+        elif fault == "rollout is killed":
+            dead = self.manager.replicas[step % NUM_ROLLOUTS]
+            self.set_trainers("kills", call(dead.workers[0], lambda _: os.getpid()))
+        elif fault == "rollout is killed before":
+            dead = self.manager.replicas[step % NUM_ROLLOUTS]
+            ray.kill(dead.workers[0])
+        elif fault == "rollout joins late":
+            self.manager.add_replicas([self.replica()])
+        said = {"step": step, "fault": fault, "metrics": None, "error": None}
+        try:
+            said["metrics"] = self.manager.update_weights(step)
+        except Exception as error:
+            said["error"] = str(error)
+        self.set_trainers("fails", value=False)
+        self.set_trainers("kills", value=None)
+        replicas = [each for each in self.manager.replicas if each is not dead]
+        said |= {
+            "generates": [each.generates and each.has_cache for each in replicas],
+            "holds": [call(each.workers[0], held_step, self.num_steps) for each in replicas],
+            "num_ordered": [call(each.workers[0], num_ordered) for each in replicas],
+            "num_gathered": [call(each, num_gathered) for each in self.trainers.workers],
+        }
+        if dead is not None:
+            self.manager.remove_replicas([dead])
+            self.manager.add_replicas([self.replica()])
+        return said
+
+    def set_trainers(self, name, value):
+        for each in self.trainers.workers:
+            call(each, setattr, name, value)
+
+    def imported(self):
+        """Return the rooms of wtransfer that trainer ranks and rollouts have imported."""
+        rollouts = [each.workers[0] for each in self.manager.replicas]
+        found = [call(each, rooms) for each in (*self.trainers.workers, *rollouts)]
+        return sorted(set().union(*found))
+
+
+def rooms(_):
+    return {name.split(".")[1] for name in sys.modules if name.startswith("wtransfer.")}
+
+
+def num_ordered(worker):
+    return worker.server_adapter.num_ordered
+
+
+def num_gathered(worker):
+    return worker.num_gathered
+
+
+def main(folder, result, plan):
+    plan = json.loads(plan)
+    raise_loopback()
+    ray.init(
+        address="local",
+        num_cpus=64,
+        include_dashboard=False,
+        object_store_memory=80 << 20,
+        log_to_driver=False,
+        _node_ip_address=LOOPBACK,
+        _temp_dir=folder,
+    )
+    try:
+        session = Session(**plan)
+        said = [session.sync(step, fault) for step, fault in enumerate(plan["syncs"], start=1)]
+        imported = session.imported()
+    finally:
+        ray.shutdown()
+    Path(result).write_text(json.dumps({"syncs": said, "imported": imported}), "utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

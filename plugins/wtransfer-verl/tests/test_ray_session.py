@@ -1,0 +1,163 @@
+"""verl's manager, verl's rollout workers and trainer ranks as Ray actors, over several syncs."""
+
+import contextlib
+import json
+import os
+import random
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from stand_ins import FAILS_AT, NUM_TENSORS
+
+ROOT = Path(__file__).parents[3]
+SESSION = Path(__file__).parent / "ray_session.py"
+MARK = "WTRANSFER_RAY_TEST"
+# Ray's processes listen on every interface; so they get a network of their own with none.
+APART = ["unshare", "--map-root-user", "--net"]
+ENV = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    # Otherwise Ray writes a token into the home folder, and reports how it is used.
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # A machine that others fill is no reason to end an actor.
+    "RAY_memory_monitor_refresh_ms": "0",
+}
+FAILS, DIES, WAS_KILLED, LATE = FAULTS = (
+    "trainer fails",
+    "rollout is killed",
+    "rollout is killed before",
+    "rollout joins late",
+)
+
+
+def processes(mark):
+    """Return the processes that descend from the run with this mark."""
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
+def await_none(mark):
+    limit = time.monotonic() + 20
+    while processes(mark) and time.monotonic() < limit:
+        time.sleep(0.1)
+    return processes(mark)
+
+
+def run(result, timeout_s, **plan):
+    """Return what came of each sync, the rooms that were imported, and the processes left."""
+    tried = subprocess.run([*APART, "true"], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        pytest.skip(tried.stderr)
+    # Sockets lie in it, whose paths may have 107 bytes.
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    mark = f"{os.getpid()}-{time.monotonic_ns()}"
+    env = ENV | {"RAY_AUTH_TOKEN": secrets.token_hex(32), MARK: mark}
+    try:
+        done = subprocess.run(
+            [*APART, sys.executable, "-W", "ignore", SESSION, folder, result, json.dumps(plan)],
+            env={**os.environ, **env},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        left = await_none(mark)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads(result.read_text("utf-8")) | {"left": left}
+    finally:
+        for pid in processes(mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory):
+    result = tmp_path_factory.mktemp("session") / "result.json"
+    return run(result, 170, syncs=[None, DIES, None, FAILS, None], engine_kwargs={})
+
+
+pytestmark = pytest.mark.timeout(200)
+
+
+def test_every_rollout_has_the_set_of_a_sync_that_succeeds(session):
+    found = [each for each in session["syncs"] if each["fault"] is None]
+    assert [each["error"] for each in found] == [None] * 3
+    assert [each["holds"] for each in found] == [[1] * 3, [3] * 3, [5] * 3]
+    assert [each["metrics"]["wtransfer/bytes"] for each in found] == [163840] * 3
+
+
+def test_rollout_that_is_killed_in_a_sync_leaves_the_others_on_the_old_set(session):
+    killed = session["syncs"][1]
+    assert "actor died" in killed["error"]
+    assert killed["holds"] == [1, 1]
+    assert killed["num_ordered"] == [1, 1]
+
+
+def test_every_rank_gathers_the_rest_when_a_round_has_failed(session):
+    assert session["syncs"][1]["num_gathered"] == [NUM_TENSORS] * 2
+
+
+def test_rollout_that_was_restarted_joins_the_next_sync(session):
+    assert session["syncs"][2]["num_ordered"] == [2, 2, 1]
+
+
+def test_trainer_that_fails_in_the_midst_leaves_every_rollout_on_the_old_set(session):
+    failed = session["syncs"][3]
+    assert f"RuntimeError: the trainer failed at model.layers.{FAILS_AT}.weight" in failed["error"]
+    assert failed["num_gathered"] == [FAILS_AT] * 2
+    assert failed["holds"] == [3] * 3
+    assert failed["num_ordered"] == [2, 2, 1]
+
+
+def test_rollouts_generate_after_every_sync(session):
+    assert [set(each["generates"]) for each in session["syncs"]] == [{True}] * 5
+
+
+def test_ray_leaves_nothing_behind(session):
+    assert session["left"] == []
+
+
+def test_ci_tests_the_package_when_a_room_that_it_imports_has_changed(session):
+    ci = (ROOT / ".ci" / "run").read_text("utf-8")
+    (compared,) = re.findall(r"wtransfer/\{([\w,]+)\}", ci)
+    folders = {path.name for path in (ROOT / "wtransfer").iterdir() if path.is_dir()}
+    assert folders.intersection(session["imported"]) == set(compared.split(","))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("seed", "engine_kwargs"),
+    [(1, {}), (2, {"engine": "gloo", "listen": "tcp:127.0.0.1:0"})],
+    ids=["shm", "gloo by tcp"],
+)
+def test_no_fault_of_many_leaves_rollouts_with_different_sets(tmp_path, seed, engine_kwargs):
+    dice = random.Random(seed)
+    syncs = [fault for _ in range(2) for fault in dice.sample([None, *FAULTS], 5)] + [None]
+    said = run(tmp_path / "result", 800, syncs=syncs, engine_kwargs=engine_kwargs)
+    held = 0
+    for each in said["syncs"]:
+        assert (each["error"] is None) is (each["fault"] in (None, LATE)), each
+        assert set(each["generates"]) == {True}
+        # A rollout that has joined since the last success has none before the next.
+        allowed = {held, 0}
+        if each["error"] is None:
+            held = each["step"]
+            allowed = {held}
+        assert set(each["holds"]) <= allowed, each
+    assert said["left"] == []
