@@ -5,21 +5,20 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import verl
 from packaging.specifiers import SpecifierSet
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
-from wtransfer import ParamMeta, Publisher, StreamSource, WorkerSession
+from wtransfer import Publisher, StreamSource, WorkerSession
 from wtransfer.deadline import Deadline
 from wtransfer.errors import AuthenticationError, PeerLostError, SourceError, StallError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
     import torch
-    from wtransfer import TensorSpec
+    from wtransfer import ParamMeta, TensorSpec
     from wtransfer.weight_sync.report import Report
 
     Weights = Iterable[tuple[str, torch.Tensor]]
@@ -81,7 +80,6 @@ class WTransferCheckpointEngine(CheckpointEngine):
             deadline_s=deadline_s,
         )
         self._publisher: Publisher | None = None
-        self._metadata: Sequence[ParamMeta] | None = None
         # Of a rollout.
         self._received: _ReceivedSet | None = None
         self._session: WorkerSession | None = None
@@ -177,19 +175,13 @@ class WTransferCheckpointEngine(CheckpointEngine):
         except BaseException:
             # Rollouts that wait for the set learn it by the loss of their publisher; verl finalizes
             # no sync that has failed.
-            self._metadata = None
             self.finalize()
             raise
         return {"wtransfer/seconds": report.seconds["total"], "wtransfer/bytes": report.nbytes}
 
     async def _publish(self, publisher: Publisher, weights: Weights, version: str) -> Report:
-        if self._metadata is None:
-            # verl announces nothing, and its generator can be read once: the first set is copied
-            # to host memory, and has the names, dtypes and shapes of those that follow.
-            copies = deque((name, tensor.detach().to("cpu", copy=True)) for name, tensor in weights)
-            self._metadata = [ParamMeta(n, t.dtype, tuple(t.shape)) for n, t in copies]
-            weights = _popped(copies)
-        with self._source.round(self._metadata, weights):
+        # verl announces nothing.
+        with self._source.round(None, weights):
             self._check_fits(self._source.metadata)
             await asyncio.to_thread(publisher.wait_for_workers, 1, self._deadline_s)
             return (await publisher.publish_async(version)).raise_unless_ok()
@@ -283,8 +275,3 @@ async def _pass_over(
 ) -> AsyncIterator[tuple[str, torch.Tensor]]:
     for item in tensors.items():
         yield item
-
-
-def _popped(items: deque[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    while items:
-        yield items.popleft()
