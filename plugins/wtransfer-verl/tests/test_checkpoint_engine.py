@@ -44,11 +44,11 @@ class Counted:
 class Sides:
     """Two trainer ranks and some rollouts, called as verl's manager and workers call them."""
 
-    def __init__(self, num_rollouts=2, **kwargs):
+    def __init__(self, num_rollouts=2, timeout_s=20.0, **kwargs):
+        kwargs = {"bucket_size": BUCKET_NBYTES, "timeout_s": timeout_s, **kwargs}
+
         def new(**role):
-            return CheckpointEngineRegistry.new(
-                "wtransfer", bucket_size=BUCKET_NBYTES, **role, **kwargs
-            )
+            return CheckpointEngineRegistry.new("wtransfer", **role, **kwargs)
 
         self.new = new
         self.trainers = [new(is_master=True), new(is_master=False)]
@@ -209,17 +209,17 @@ def test_trainer_that_fails_leaves_every_rollout_on_the_old_set(sides, at, befor
     assert two.hold(8)
 
 
-def test_generator_is_read_to_its_end_where_no_round_begins(sides):
+def test_every_rank_reads_its_generator_to_the_end_where_no_round_begins(sides):
     two = sides(deadline_s=0.5)
     for step in (1, 2):
         if step == 2:
             two.sync(1)
-        stream = Counted(weights_of(step))
+        streams = [Counted(weights_of(step)) for _ in range(2)]
         two.build()
         two.rollouts[1].finalize()
-        (failed, _), received = two.transfer(step, [stream, weights_of(step)])
+        (failed, _), received = two.transfer(step, streams)
         assert isinstance(failed, NoWorkersError)
-        assert stream.num_read == NUM_TENSORS
+        assert [each.num_read for each in streams] == [NUM_TENSORS] * 2
         assert isinstance(received[0], WTransferError)
 
 
@@ -253,6 +253,24 @@ def test_set_of_other_names_fails_its_sync_and_the_next_one_takes_it(sides):
     (sent, _), _ = two.sync(2, renamed())
     assert sent["wtransfer/bytes"] == 163840
     assert "model.layers.three.weight" in two.adapters[0].model
+
+
+def test_sync_after_one_that_failed_in_a_serving_engine_begins_with_nothing_of_it(sides):
+    class StrictAdapter(HeldAdapter):
+        async def update_weights(self, weights, **_):
+            async for name, _ in weights:
+                raise KeyError(f"this model has no {name}")
+
+    two = sides()
+    two.adapters = [HeldAdapter(), StrictAdapter()]
+    (sent, _), received = two.sync(1)
+    # Behind the commit: the set is whole, and its fate the serving engines'.
+    assert sent["wtransfer/bytes"] == 163840
+    assert [str(each) for each in received] == ["None", "'this model has no model.layers.0.weight'"]
+    two.adapters[1] = HeldAdapter()
+    two.sync(2)
+    assert two.hold(2)
+    assert await_no_threads() == []
 
 
 def test_tensor_larger_than_a_bucket_to_the_serving_engine_is_refused_by_name(sides):
