@@ -1,0 +1,296 @@
+"""TRL's own client and iterator; the server is a plain worker of wtransfer."""
+
+import contextlib
+import copy
+import logging
+import threading
+from contextlib import closing, contextmanager
+from types import SimpleNamespace
+
+import peft
+import pytest
+import torch
+import transformers
+import trl.generation.vllm_client
+import wtransfer
+from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
+from wtransfer.errors import AuthenticationError, PeerLostError, WTransferError
+
+import wtransfer_trl
+
+REPLACED = (
+    "init_communicator",
+    "update_named_params",
+    "update_named_param",
+    "weight_update",
+    "reset_prefix_cache",
+    "close_communicator",
+)
+TOKEN = "0123456789abcdef" * 4
+
+
+class Client(VLLMClient):
+    """TRL's client, of a server that has no route but those of weights."""
+
+    def __init__(self, base_url):
+        self.config = {"backend": "shm"}
+        self.base_url = base_url
+        self.communicator = None
+
+    def get_server_info(self):
+        return {"weight_transfer_config": self.config}
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch):
+    """Let `install` last for one test."""
+    monkeypatch.setenv("WTRANSFER_TOKEN", TOKEN)
+    for name in REPLACED:
+        monkeypatch.setattr(VLLMClient, name, getattr(VLLMClient, name))
+
+
+@contextmanager
+def serving(tensors, listen="tcp:127.0.0.1:0"):
+    """A worker behind HTTP, which commits whenever it can."""
+    over = threading.Event()
+    with (
+        closing(wtransfer.WorkerSession(tensors, instance="plain")) as session,
+        closing(wtransfer.WorkerServer(session, listen=listen)) as server,
+    ):
+
+        def commit():
+            while not over.is_set():
+                session.commit_pending(0.02)
+
+        thread = threading.Thread(target=commit)
+        thread.start()
+        try:
+            yield server
+        finally:
+            over.set()
+            thread.join()
+
+
+@contextmanager
+def connected(server, **arguments):
+    wtransfer_trl.install(**arguments)
+    client = Client(url_of(server))
+    client.init_communicator()
+    try:
+        yield client
+    finally:
+        client.close_communicator()
+        assert client.communicator is None
+
+
+def url_of(server):
+    return server.address.replace("tcp:", "http://")
+
+
+def tensors(value):
+    return {"a": torch.full((4, 3), value), "b": torch.full((5,), value)}
+
+
+def push(client, values):
+    metadata = [(name, "float32", list(each.shape)) for name, each in values.items()]
+    client.update_named_params(metadata, iter(values.items()))
+    client.reset_prefix_cache()
+
+
+def unreadable():
+    raise RuntimeError("gathering failed")
+
+
+def logged():
+    state = SimpleNamespace(log_history=[{"reward": 1.0}])
+    logs = {"reward": 1.0}
+    wtransfer_trl.Metrics().on_log(None, state, None, logs=logs)
+    assert state.log_history == [logs]
+    return {name.removeprefix("wtransfer/"): value for name, value in logs.items()}
+
+
+def same(first, second):
+    return all(torch.equal(first[name], second[name]) for name in first | second)
+
+
+def test_updates_of_a_stream_commit_and_are_counted():
+    served = tensors(0.0)
+    with serving(served) as server, connected(server) as client:
+        for number in (1, 2, 3):
+            push(client, tensors(float(number)))
+            assert same(served, tensors(float(number)))
+            numbers = logged()
+            assert (numbers["version"], numbers["stale_steps"]) == (number, 0)
+            assert (numbers["bytes"], numbers["seconds"] > 0) == (17 * 4, True)
+
+
+def test_tensors_of_a_block_are_one_update_of_what_they_were():
+    served = tensors(0.0)
+    with serving(served) as server, connected(server) as client:
+        with client.weight_update():
+            for name, tensor in tensors(1.0).items():
+                client.update_named_param(name, tensor)
+                tensor.zero_()  # as an adapter that is unmerged within the block
+            assert same(served, tensors(0.0))
+        assert same(served, tensors(1.0))
+        assert logged()["version"] == 1
+
+
+def test_block_that_raises_publishes_nothing():
+    served = tensors(0.0)
+    with serving(served) as server, connected(server) as client:
+        with pytest.raises(RuntimeError), client.weight_update():
+            client.update_named_param("a", unreadable())
+        assert same(served, tensors(0.0))
+        push(client, tensors(2.0))
+        assert same(served, tensors(2.0))
+
+
+def test_tensor_outside_of_a_block_is_refused():
+    within = pytest.raises(RuntimeError, match=r"within `with client.weight_update\(\):`")
+    with serving(tensors(0.0)) as server, connected(server) as client, within:
+        client.update_named_param("a", torch.ones(4, 3))
+
+
+def test_unknown_names_raise_and_the_next_update_commits():
+    served = tensors(0.0)
+    with serving(served) as server, connected(server) as client:
+        with pytest.raises(WTransferError, match=r"model\.a"):
+            push(client, {f"model.{name}": each for name, each in tensors(1.0).items()})
+        assert same(served, tensors(0.0))
+        push(client, tensors(2.0))
+        assert same(served, tensors(2.0))
+
+
+def test_failed_updates_are_logged_and_counted_with_keep(caplog):
+    served = tensors(0.0)
+    with serving(served) as server, connected(server, on_error="keep") as client:
+        push(client, tensors(1.0))
+        with caplog.at_level(logging.ERROR, "wtransfer_trl"):
+            for _ in range(2):
+                push(client, {"a": torch.ones(4, 3), "c": torch.ones(5)})
+        assert "update trl-3 failed, the server keeps its policy, 2 step(s) old" in caplog.text
+        assert same(served, tensors(1.0))
+        assert (logged()["version"], logged()["stale_steps"]) == (1, 2)
+        push(client, tensors(4.0))
+        assert same(served, tensors(4.0))
+        assert (logged()["version"], logged()["stale_steps"]) == (4, 0)
+
+
+def test_server_that_was_restarted_is_invited_again():
+    with serving(tensors(0.0)) as server:
+        listen = server.address
+        wtransfer_trl.install(return_s=30)
+        client = Client(url_of(server))
+        client.init_communicator()
+        push(client, tensors(1.0))
+    served, came_back = tensors(0.0), threading.Event()
+
+    def restart():
+        with serving(served, listen):
+            assert came_back.wait(30)
+
+    timer = threading.Timer(1.5, restart)
+    timer.start()
+    try:
+        push(client, tensors(2.0))
+        assert same(served, tensors(2.0))
+    finally:
+        came_back.set()
+        timer.join()
+        client.close_communicator()
+
+
+def test_server_that_stays_away_raises_within_its_bound():
+    with serving(tensors(0.0)) as server:
+        wtransfer_trl.install(return_s=1)
+        client = Client(url_of(server))
+        client.init_communicator()
+    with closing(client.communicator), pytest.raises(PeerLostError):
+        push(client, tensors(1.0))
+
+
+def test_server_without_an_engine_and_wrong_token_are_named():
+    with serving(tensors(0.0)) as server:
+        wtransfer_trl.install("file", options={"path": "unused"})
+        client = Client(url_of(server))
+        client.config = None
+        with pytest.raises(WTransferError, match="no weight-transfer engine; start it with --wei"):
+            client.init_communicator()
+        wtransfer_trl.install(token="f" * 64)
+        client.config = {"backend": "shm"}
+        with pytest.raises(AuthenticationError, match="token"):
+            client.init_communicator()
+
+
+def test_client_without_a_method_and_wrong_argument_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match="'raise' or 'keep'"):
+        wtransfer_trl.install(on_error="ignore")
+    monkeypatch.delattr(trl.generation.vllm_client.VLLMClient, "weight_update")
+    with pytest.raises(ImportError, match=r"has no weight_update; .*trl>=1.16,<1.17"):
+        wtransfer_trl.install()
+
+
+def adapted():
+    """A tiny model with an adapter that does something, as TRL trains it."""
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    model = peft.get_peft_model(
+        transformers.LlamaForCausalLM(config), peft.LoraConfig(target_modules=["q_proj", "v_proj"])
+    )
+    for name, each in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(each)
+    return model
+
+
+def generation_of(model, client):
+    """TRL's `VLLMGeneration`, as far as its `sync_weights` reads it."""
+    generation = VLLMGeneration.__new__(VLLMGeneration)
+    generation.model, generation.vllm_client, generation.mode = model, client, "server"
+    generation.accelerator = SimpleNamespace(is_main_process=True)
+    generation._dist = SimpleNamespace(gather_params=lambda _: contextlib.nullcontext())
+    generation._dist.is_fsdp = False
+    generation._weight_metadata = None
+    return generation
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_adapters_are_unmerged_after_every_update(is_refused):
+    model = adapted()
+    expected = copy.deepcopy(model)
+    for _ in range(2):  # one pass of TRL's for metadata, and one for the tensors
+        expected.merge_adapter()
+        merged = {name: each.clone() for name, each in expected.state_dict().items()}
+        expected.unmerge_adapter()
+    prefix = "base_model.model."
+    served = {
+        name.removeprefix(prefix).replace(".base_layer", ""): torch.zeros_like(each)
+        for name, each in model.named_parameters()
+        if "lora" not in name
+    }
+    wanted = {
+        name.removeprefix(prefix).replace(".base_layer", ""): each
+        for name, each in merged.items()
+        if "lora" not in name
+    }
+    if is_refused:
+        served["more"] = torch.zeros(1)
+    with serving(served) as server, connected(server) as client:
+        if is_refused:
+            with pytest.raises(WTransferError):
+                generation_of(model, client).sync_weights()
+            assert not any(map(torch.any, served.values()))
+        else:
+            generation_of(model, client).sync_weights()
+            assert same(served, {name: wanted[name] for name in served})
+    assert same(dict(model.named_parameters()), dict(expected.named_parameters()))
+    assert not any(getattr(each, "merged", False) for each in model.modules())
