@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import logging
+import secrets
 import threading
 from contextlib import closing, contextmanager
 from types import SimpleNamespace
@@ -11,22 +12,16 @@ import peft
 import pytest
 import torch
 import transformers
-import trl.generation.vllm_client
+import trl
 import wtransfer
+from trl.experimental.online_dpo import OnlineDPOTrainer
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
-from wtransfer.errors import AuthenticationError, PeerLostError, WTransferError
+from wtransfer.errors import AuthenticationError, CommitError, PeerLostError, WTransferError
+from wtransfer.weight_sync.worker.target import StateDictTarget
 
 import wtransfer_trl
 
-REPLACED = (
-    "init_communicator",
-    "update_named_params",
-    "update_named_param",
-    "weight_update",
-    "reset_prefix_cache",
-    "close_communicator",
-)
 TOKEN = "0123456789abcdef" * 4
 
 
@@ -43,33 +38,50 @@ class Client(VLLMClient):
 
 
 @pytest.fixture(autouse=True)
-def restored(monkeypatch):
-    """Let `install` last for one test."""
+def shared_token(restored, monkeypatch):
     monkeypatch.setenv("WTRANSFER_TOKEN", TOKEN)
-    for name in REPLACED:
-        monkeypatch.setattr(VLLMClient, name, getattr(VLLMClient, name))
 
 
 @contextmanager
-def serving(tensors, listen="tcp:127.0.0.1:0"):
-    """A worker behind HTTP, which commits whenever it can."""
+def committing(target, join=None):
+    """A worker which commits whenever it can."""
     over = threading.Event()
-    with (
-        closing(wtransfer.WorkerSession(tensors, instance="plain")) as session,
-        closing(wtransfer.WorkerServer(session, listen=listen)) as server,
-    ):
+    with closing(wtransfer.WorkerSession(target, join=join, instance=str(join))) as session:
 
         def commit():
             while not over.is_set():
-                session.commit_pending(0.02)
+                with contextlib.suppress(CommitError):
+                    session.commit_pending(0.02)
 
         thread = threading.Thread(target=commit)
         thread.start()
         try:
-            yield server
+            yield session
         finally:
             over.set()
             thread.join()
+
+
+@contextmanager
+def serving(tensors, listen="tcp:127.0.0.1:0"):
+    """A worker behind HTTP."""
+    with (
+        committing(tensors) as session,
+        closing(wtransfer.WorkerServer(session, listen=listen)) as server,
+    ):
+        yield server
+
+
+class Refusing(StateDictTarget):
+    """A model whose own loading may fail."""
+
+    is_refusing = False
+
+    def apply(self, tensors):
+        # Its own weights it takes: they are put back.
+        if self.is_refusing and any(map(torch.any, tensors.values())):
+            raise RuntimeError("the model says no")
+        super().apply(tensors)
 
 
 @contextmanager
@@ -180,6 +192,30 @@ def test_failed_updates_are_logged_and_counted_with_keep(caplog):
         assert (logged()["version"], logged()["stale_steps"]) == (4, 0)
 
 
+@pytest.mark.parametrize("on_error", ["raise", "keep"])
+def test_next_update_brings_to_one_set_what_a_commit_has_left_on_two(on_error, caplog):
+    served, others = tensors(0.0), tensors(0.0)
+    target = Refusing(others)
+    listen = f"unix:@{secrets.token_hex(8)}"
+    with (
+        serving(served) as server,
+        connected(server, on_error=on_error, listen=listen) as client,
+        committing(target, listen),
+    ):
+        target.is_refusing = True
+        raised = pytest.raises(CommitError, match="the model says no")
+        with raised if on_error == "raise" else contextlib.nullcontext():
+            push(client, tensors(1.0))
+        assert (same(served, tensors(1.0)), same(others, tensors(0.0))) == (True, True)
+        assert logged() == {"reward": 1.0, "stale_steps": 1}
+        told = "update trl-1 failed, the server may serve two policies until an update succeeds"
+        assert (told in caplog.text) == (on_error == "keep")
+        target.is_refusing = False
+        push(client, tensors(2.0))
+        assert (same(served, tensors(2.0)), same(others, tensors(2.0))) == (True, True)
+        assert (logged()["version"], logged()["stale_steps"]) == (2, 0)
+
+
 def test_server_that_was_restarted_is_invited_again():
     with serving(tensors(0.0)) as server:
         listen = server.address
@@ -226,12 +262,17 @@ def test_server_without_an_engine_and_wrong_token_are_named():
             client.init_communicator()
 
 
-def test_client_without_a_method_and_wrong_argument_are_refused(monkeypatch):
+@pytest.mark.parametrize("version", ["1.15.2", "1.17.0"])
+def test_other_trl_and_wrong_argument_are_refused_and_replace_nothing(monkeypatch, version):
+    own = VLLMClient.weight_update
     with pytest.raises(ValueError, match="'raise' or 'keep'"):
         wtransfer_trl.install(on_error="ignore")
-    monkeypatch.delattr(trl.generation.vllm_client.VLLMClient, "weight_update")
-    with pytest.raises(ImportError, match=r"has no weight_update; .*trl>=1.16,<1.17"):
+    with pytest.raises(ValueError, match="'raise' or 'keep'"):
+        wtransfer_trl.WeightTransfer("http://127.0.0.1:1", on_error="ignore")
+    monkeypatch.setattr(trl, "__version__", version)
+    with pytest.raises(ImportError, match=rf"this is TRL {version}: .*trl>=1.16,<1.17"):
         wtransfer_trl.install()
+    assert VLLMClient.weight_update is own
 
 
 def adapted():
@@ -262,37 +303,128 @@ def generation_of(model, client):
     generation._dist = SimpleNamespace(gather_params=lambda _: contextlib.nullcontext())
     generation._dist.is_fsdp = False
     generation._weight_metadata = None
-    return generation
+    return generation.sync_weights
+
+
+def online_dpo_of(model, client):
+    """TRL's trainer, as far as its update of the weights reads it."""
+    trainer = OnlineDPOTrainer.__new__(OnlineDPOTrainer)
+    trainer.model, trainer.vllm_client, trainer.vllm_mode = model, client, "server"
+    trainer.accelerator = SimpleNamespace(
+        is_main_process=True, state=SimpleNamespace(deepspeed_plugin=None)
+    )
+    trainer.is_fsdp_enabled = False
+    return trainer._move_model_to_vllm
+
+
+def merged_and_unmerged(model, num_passes):
+    """Return an equal model after passes of TRL's, and what the last one sends, by name."""
+    copied = copy.deepcopy(model)
+    for _ in range(num_passes):
+        copied.merge_adapter()
+        sent = {
+            name.removeprefix("base_model.model.").replace(".base_layer", ""): each.clone()
+            for name, each in copied.named_parameters()
+            if "lora" not in name
+        }
+        copied.unmerge_adapter()
+    return copied, sent
 
 
 @pytest.mark.parametrize("is_refused", [False, True])
-def test_adapters_are_unmerged_after_every_update(is_refused):
+@pytest.mark.parametrize(
+    ("update_of", "num_passes"),
+    [
+        (generation_of, 2),  # one pass for metadata, and one for the tensors
+        (online_dpo_of, 1),
+    ],
+)
+def test_adapters_are_unmerged_after_every_update(update_of, num_passes, is_refused):
     model = adapted()
-    expected = copy.deepcopy(model)
-    for _ in range(2):  # one pass of TRL's for metadata, and one for the tensors
-        expected.merge_adapter()
-        merged = {name: each.clone() for name, each in expected.state_dict().items()}
-        expected.unmerge_adapter()
-    prefix = "base_model.model."
-    served = {
-        name.removeprefix(prefix).replace(".base_layer", ""): torch.zeros_like(each)
-        for name, each in model.named_parameters()
-        if "lora" not in name
-    }
-    wanted = {
-        name.removeprefix(prefix).replace(".base_layer", ""): each
-        for name, each in merged.items()
-        if "lora" not in name
-    }
+    expected, wanted = merged_and_unmerged(model, num_passes)
+    served = {name: torch.zeros_like(each) for name, each in wanted.items()}
     if is_refused:
         served["more"] = torch.zeros(1)
     with serving(served) as server, connected(server) as client:
         if is_refused:
             with pytest.raises(WTransferError):
-                generation_of(model, client).sync_weights()
+                update_of(model, client)()
             assert not any(map(torch.any, served.values()))
         else:
-            generation_of(model, client).sync_weights()
-            assert same(served, {name: wanted[name] for name in served})
+            update_of(model, client)()
+            assert same(served, wanted)
     assert same(dict(model.named_parameters()), dict(expected.named_parameters()))
     assert not any(getattr(each, "merged", False) for each in model.modules())
+
+
+def test_trainer_that_sends_tensor_by_tensor_makes_one_update_of_each_step():
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    served = {name: torch.zeros_like(each) for name, each in model.named_parameters()}
+    with serving(served) as server, connected(server) as client:
+        update = online_dpo_of(model, client)
+        for number in (1, 2):
+            update()
+            assert same(served, dict(model.named_parameters()))
+            assert logged()["version"] == number
+            with torch.no_grad():
+                for each in model.parameters():
+                    each.add_(1)
+
+
+class Trainer:
+    """What TRL's asynchronous trainers do with their ``weight_transfer=``, in their order."""
+
+    def __init__(self, weight_transfer):
+        self.weight_transfer = weight_transfer
+        weight_transfer.init_weight_transfer()
+
+    def sync(self, values):
+        read = []
+
+        def stream():
+            for name, tensor in values.items():
+                read.append(name)
+                yield name, tensor
+
+        self.weight_transfer.pause()
+        try:
+            self.weight_transfer.send_weights(stream())
+        finally:
+            assert read == list(values)
+        self.weight_transfer.resume()
+
+
+def test_asynchronous_trainer_publishes_what_its_iterator_yields():
+    served = tensors(0.0)
+    with serving(served) as server:
+        transfer = wtransfer_trl.WeightTransfer(url_of(server))
+        with pytest.raises(RuntimeError, match="init_weight_transfer"):
+            transfer.send_weights(iter(()))
+        trainer = Trainer(transfer)
+        try:
+            trainer.sync(tensors(1.0))
+            assert same(served, tensors(1.0))
+            with pytest.raises(WTransferError, match="c: wanted nothing"):
+                trainer.sync(tensors(2.0) | {"c": torch.ones(1)})
+            assert same(served, tensors(1.0))
+            assert (logged()["version"], logged()["stale_steps"]) == (1, 1)
+            trainer.sync(tensors(3.0))
+            assert same(served, tensors(3.0))
+        finally:
+            transfer.destroy()
+            transfer.destroy()
+
+
+def test_asynchronous_trainer_goes_on_with_keep(caplog):
+    served = tensors(0.0)
+    with serving(served) as server:
+        transfer = wtransfer_trl.WeightTransfer(url_of(server), on_error="keep")
+        trainer = Trainer(transfer)
+        try:
+            trainer.sync(tensors(2.0) | {"c": torch.ones(1)})
+            assert "update trl-1 failed, the server keeps its policy, 1 step(s) old" in caplog.text
+            trainer.sync(tensors(3.0))
+            assert same(served, tensors(3.0))
+        finally:
+            transfer.destroy()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from wtransfer import ParamMeta, Publisher, StreamSource
-from wtransfer.errors import PeerLostError, WTransferError
+from wtransfer.errors import CommitError, NoWorkersError, PeerLostError, WTransferError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +21,19 @@ RETRY_S = 0.5
 Announced = tuple[str, str, "Sequence[int]"]
 """Name, dtype as vLLM spells it, and shape."""
 
+OnError = Literal["raise", "keep"]
+
 _numbers: dict[str, float] = {}
+
+
+def check_on_error(value: str) -> None:
+    """Refuse what is no `OnError`.
+
+    Raises:
+        ValueError: `value` is neither.
+    """
+    if value not in get_args(OnError):
+        raise ValueError(f"on_error is {value!r}, expected 'raise' or 'keep'")
 
 
 def last_numbers() -> dict[str, float]:
@@ -42,9 +54,7 @@ class PolicySync:
         WTransferError: The server did not join.
     """
 
-    def __init__(
-        self, url: str, *, on_error: Literal["raise", "keep"], return_s: float, **publisher: Any
-    ) -> None:
+    def __init__(self, url: str, *, on_error: OnError, return_s: float, **publisher: Any) -> None:
         self._on_error = on_error
         self._return_s = return_s
         self._num_updates = self._num_failed = 0
@@ -64,11 +74,15 @@ class PolicySync:
             yield
         finally:
             self._collected = None
+        self.update_collected(collected)
+
+    def update_collected(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Publish a whole set that is held, as `update` does."""
         metadata = [
             (name, str(tensor.dtype).removeprefix("torch."), tensor.shape)
-            for name, tensor in collected
+            for name, tensor in tensors
         ]
-        self.update(metadata, collected)
+        self.update(metadata, tensors)
 
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> bool:
         """Keep copies for the block's update; False outside of a block."""
@@ -92,16 +106,22 @@ class PolicySync:
         ]
         try:
             with self._stream.round(announced, tensors):
-                self._await_server()
+                self._invite()
                 report = self._publisher.publish(f"trl-{self._num_updates}").raise_unless_ok()
         except WTransferError as error:
             self._num_failed += 1
             _numbers["wtransfer/stale_steps"] = self._num_failed
             if self._on_error == "raise":
                 raise
+            # Each update is sent to every worker: the next one brings those to one policy again
+            # that a commit has left on two.
+            is_mixed = isinstance(error, CommitError) and not error.restored
             logger.error(  # noqa: TRY400  # its sentence says it; training goes on
-                "update trl-%d failed, the server keeps its policy, %d step(s) old: %s",
+                "update trl-%d failed, the server %s, %d step(s) old: %s",
                 self._num_updates,
+                "may serve two policies until an update succeeds"
+                if is_mixed
+                else "keeps its policy",
                 self._num_failed,
                 error,
             )
@@ -120,13 +140,15 @@ class PolicySync:
         """Let the server leave."""
         self._publisher.close()
 
-    def _await_server(self) -> None:
-        """Invite a server that was restarted, which has forgotten its publisher."""
+    def _invite(self) -> None:
+        """Invite the server, which is idempotent: restarted, it has forgotten its publisher."""
         end = time.monotonic() + self._return_s
-        while not self._publisher.workers():
+        while True:
             try:
                 self._publisher.invite()
-            except PeerLostError:
+            except (PeerLostError, NoWorkersError):
                 if time.monotonic() > end:
                     raise
                 time.sleep(RETRY_S)
+            else:
+                return

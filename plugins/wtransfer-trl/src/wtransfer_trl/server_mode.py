@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from trl import __version__ as trl_version
-from trl.generation.vllm_client import VLLMClient
+import trl
+from packaging.specifiers import SpecifierSet
 from wtransfer.errors import WTransferError
 
-from wtransfer_trl.policy_sync import PolicySync
+from wtransfer_trl.policy_sync import PolicySync, check_on_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     import torch
 
-    from wtransfer_trl.policy_sync import Announced
+    from wtransfer_trl.policy_sync import Announced, OnError
 
 TRL_RANGE = ">=1.16,<1.17"
 
@@ -25,7 +25,7 @@ def install(
     engine: str = "shm",
     *,
     options: Mapping[str, Any] | None = None,
-    on_error: Literal["raise", "keep"] = "raise",
+    on_error: OnError = "raise",
     return_s: float = 120.0,
     **publisher: Any,
 ) -> None:
@@ -44,10 +44,16 @@ def install(
 
     Raises:
         ValueError: `on_error` is neither.
-        ImportError: This TRL's client lacks a method that is replaced.
+        ImportError: TRL is of another version than those whose client is known.
     """
-    if on_error not in ("raise", "keep"):
-        raise ValueError(f"on_error is {on_error!r}, expected 'raise' or 'keep'")
+    check_on_error(on_error)
+    if not SpecifierSet(TRL_RANGE).contains(trl.__version__, prereleases=True):
+        raise ImportError(
+            f"wtransfer-trl replaces methods of TRL {TRL_RANGE}, and this is TRL "
+            f'{trl.__version__}: pip install "trl{TRL_RANGE}"'
+        )
+    from trl.generation.vllm_client import VLLMClient
+
     methods = _methods(
         engine=engine,
         options=dict(options or {}),
@@ -55,12 +61,6 @@ def install(
         return_s=return_s,
         **publisher,
     )
-    missing = [name for name in methods if not callable(getattr(VLLMClient, name, None))]
-    if missing:
-        raise ImportError(
-            f"the VLLMClient of TRL {trl_version} has no {', '.join(missing)}; "
-            f'install a TRL that was run with this package: pip install "trl{TRL_RANGE}"'
-        )
     for name, method in methods.items():
         setattr(VLLMClient, name, method)
 
