@@ -61,13 +61,17 @@ def token():
 
 
 @pytest.fixture(scope="session")
-def server(guide, models, token, tmp_path_factory):
-    """The server of the guide, word for word, of model A at first."""
+def server_words(guide, models):
+    """The command of the guide that starts a server, of model A."""
+    (words,) = re.findall(r"```sh\n(VLLM_SERVER_DEV_MODE.*?)\n```", guide, re.DOTALL)
+    return words.replace("MODEL ", f"{models / 'A'} ")
+
+
+@pytest.fixture(scope="session")
+def server(server_words, token, tmp_path_factory):
+    """The server of the guide, word for word."""
     from server import ServerOfWords
 
-    (words,) = re.findall(r"```sh\n(VLLM_SERVER_DEV_MODE.*?)\n```", guide, re.DOTALL)
-    words = words.replace("MODEL ", f"{models / 'A'} ")
-    with contextlib.closing(
-        ServerOfWords(tmp_path_factory.mktemp("server"), words, token)
-    ) as server:
+    folder = tmp_path_factory.mktemp("server")
+    with contextlib.closing(ServerOfWords(folder, server_words, token)) as server:
         yield server

@@ -1,10 +1,13 @@
 """Updates of a live vLLM by TRL's own objects, in the test's process, which is the trainer's."""
 
 import queue
+import re
+from contextlib import closing
 
 import pytest
 import torch
 from datasets import Dataset
+from server import ServerOfWords
 from transformers import AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
 from trl.generation.vllm_client import VLLMClient
@@ -45,6 +48,20 @@ def test_wrong_token_is_named(server):
         VLLMClient(server.url).init_communicator("cpu")
     assert isinstance(caught.value.__cause__, AuthenticationError)
     assert "token" in str(caught.value.__cause__)
+
+
+@pytest.mark.nightly
+def test_server_without_an_engine_is_named_with_what_starts_one(server_words, token, tmp_path):
+    words, num_left_out = re.subn(r" --weight-transfer-config '.*'", "", server_words)
+    assert num_left_out == 1
+    wtransfer_trl.install()
+    with closing(ServerOfWords(tmp_path, words, token)) as server:
+        start = re.escape("""start it with --weight-transfer-config '{"backend": "shm"}'""")
+        with pytest.raises(WTransferError, match=start):
+            VLLMClient(server.url).init_communicator("cpu")
+        transfer = wtransfer_trl.WeightTransfer(server.url)
+        with pytest.raises(WTransferError, match="Please set weight_transfer_config"):
+            transfer.init_weight_transfer()
 
 
 class BegunError(Exception):

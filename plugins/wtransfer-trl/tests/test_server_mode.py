@@ -5,6 +5,7 @@ import copy
 import logging
 import secrets
 import threading
+import time
 from contextlib import closing, contextmanager
 from types import SimpleNamespace
 
@@ -77,11 +78,11 @@ class Refusing(StateDictTarget):
 
     is_refusing = False
 
-    def apply(self, tensors):
-        # Its own weights it takes: they are put back.
-        if self.is_refusing and any(map(torch.any, tensors.values())):
+    def apply(self, given):
+        # The weights before it takes: they are put back.
+        if self.is_refusing and not same(dict(given), tensors(1.0)):
             raise RuntimeError("the model says no")
-        super().apply(tensors)
+        super().apply(given)
 
 
 @contextmanager
@@ -124,6 +125,13 @@ def logged():
     return {name.removeprefix("wtransfer/"): value for name, value in logs.items()}
 
 
+def until(condition, timeout_s=20.0):
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def same(first, second):
     return all(torch.equal(first[name], second[name]) for name in first | second)
 
@@ -137,6 +145,15 @@ def test_updates_of_a_stream_commit_and_are_counted():
             numbers = logged()
             assert (numbers["version"], numbers["stale_steps"]) == (number, 0)
             assert (numbers["bytes"], numbers["seconds"] > 0) == (17 * 4, True)
+
+
+def test_client_that_was_closed_leaves_its_server_to_another():
+    served = tensors(0.0)
+    with serving(served) as server:
+        for number in (1, 2):
+            with connected(server) as client:
+                push(client, tensors(float(number)))
+            assert same(served, tensors(float(number)))
 
 
 def test_tensors_of_a_block_are_one_update_of_what_they_were():
@@ -190,6 +207,8 @@ def test_failed_updates_are_logged_and_counted_with_keep(caplog):
         push(client, tensors(4.0))
         assert same(served, tensors(4.0))
         assert (logged()["version"], logged()["stale_steps"]) == (4, 0)
+        push(client, {"a": torch.ones(4, 3)})
+        assert (logged()["version"], logged()["stale_steps"]) == (4, 1)
 
 
 @pytest.mark.parametrize("on_error", ["raise", "keep"])
@@ -202,18 +221,21 @@ def test_next_update_brings_to_one_set_what_a_commit_has_left_on_two(on_error, c
         connected(server, on_error=on_error, listen=listen) as client,
         committing(target, listen),
     ):
+        push(client, tensors(1.0))
+        # Late, it is brought up to date.
+        until(lambda: same(others, tensors(1.0)))
         target.is_refusing = True
         raised = pytest.raises(CommitError, match="the model says no")
         with raised if on_error == "raise" else contextlib.nullcontext():
-            push(client, tensors(1.0))
-        assert (same(served, tensors(1.0)), same(others, tensors(0.0))) == (True, True)
-        assert logged() == {"reward": 1.0, "stale_steps": 1}
-        told = "update trl-1 failed, the server may serve two policies until an update succeeds"
+            push(client, tensors(2.0))
+        assert (same(served, tensors(2.0)), same(others, tensors(1.0))) == (True, True)
+        assert (logged()["version"], logged()["stale_steps"]) == (1, 1)
+        told = "update trl-2 failed, the server may serve two policies until an update succeeds"
         assert (told in caplog.text) == (on_error == "keep")
         target.is_refusing = False
-        push(client, tensors(2.0))
-        assert (same(served, tensors(2.0)), same(others, tensors(2.0))) == (True, True)
-        assert (logged()["version"], logged()["stale_steps"]) == (2, 0)
+        push(client, tensors(3.0))
+        assert (same(served, tensors(3.0)), same(others, tensors(3.0))) == (True, True)
+        assert (logged()["version"], logged()["stale_steps"]) == (3, 0)
 
 
 def test_server_that_was_restarted_is_invited_again():
@@ -414,6 +436,9 @@ def test_asynchronous_trainer_publishes_what_its_iterator_yields():
         finally:
             transfer.destroy()
             transfer.destroy()
+        with connected(server) as client:
+            push(client, tensors(4.0))
+        assert same(served, tensors(4.0))
 
 
 def test_asynchronous_trainer_goes_on_with_keep(caplog):

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.5
+DEADLINE_S = 30.0
+"""The deadline of a `wtransfer.Publisher` that is given no other, in seconds."""
 
 Announced = tuple[str, str, "Sequence[int]"]
 """Name, dtype as vLLM spells it, and shape."""
@@ -59,7 +61,7 @@ class PolicySync:
         self._return_s = return_s
         self._num_updates = self._num_failed = 0
         self._collected: list[tuple[str, torch.Tensor]] | None = None
-        self._stream = StreamSource()
+        self._stream = StreamSource(publisher.get("deadline_s", DEADLINE_S))
         self._publisher = Publisher(self._stream, hosts=[url], **publisher)
         _numbers.clear()
 
