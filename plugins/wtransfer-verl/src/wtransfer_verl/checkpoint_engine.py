@@ -180,7 +180,7 @@ class WTransferCheckpointEngine(CheckpointEngine):
         return {"wtransfer/seconds": report.seconds["total"], "wtransfer/bytes": report.nbytes}
 
     async def _publish(self, publisher: Publisher, weights: Weights, version: str) -> Report:
-        # verl announces nothing.
+        # verl announces nothing: the first set is copied to be known, later ones as the last was.
         with self._source.round(None, weights):
             self._check_fits(self._source.metadata)
             await asyncio.to_thread(publisher.wait_for_workers, 1, self._deadline_s)
