@@ -471,10 +471,12 @@ class Publisher:
             return [*sorted(named), *map(str, self._incomplete_hosts())]
 
         if not self._changed.wait_for(lambda: not absent(), self._rules.deadline_s):
+            refusal = self._refusal
             raise NoWorkersError(
                 f"{', '.join(absent())} did not join within "
-                f"{self._rules.deadline_s:g} s, though asked to; look at the workers' logs"
-            ) from self._refusal
+                f"{self._rules.deadline_s:g} s, though asked to; "
+                + (f"a peer was refused: {refusal}" if refusal else "look at the workers' logs")
+            ) from refusal
 
     def _incomplete_hosts(self) -> list[Incomplete]:
         whole = [worker for ranks in self._membership.instances().values() for worker in ranks]

@@ -62,6 +62,8 @@ class PolicySync:
         self._num_updates = self._num_failed = 0
         self._collected: list[tuple[str, torch.Tensor]] | None = None
         self._stream = StreamSource(publisher.get("deadline_s", DEADLINE_S))
+        # No progress by default: the trainer has bars of its own.
+        publisher = {"progress": False, **publisher}
         self._publisher = Publisher(self._stream, hosts=[url], **publisher)
         _numbers.clear()
 
@@ -76,15 +78,11 @@ class PolicySync:
             yield
         finally:
             self._collected = None
-        self.update_collected(collected)
-
-    def update_collected(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Publish a whole set that is held, as `update` does."""
         metadata = [
             (name, str(tensor.dtype).removeprefix("torch."), tensor.shape)
-            for name, tensor in tensors
+            for name, tensor in collected
         ]
-        self.update(metadata, tensors)
+        self.update(metadata, collected)
 
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> bool:
         """Keep copies for the block's update; False outside of a block."""
@@ -95,17 +93,24 @@ class PolicySync:
         return True
 
     def update(
-        self, metadata: Iterable[Announced], tensors: Iterable[tuple[str, torch.Tensor]]
+        self, metadata: Iterable[Announced] | None, tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> None:
         """Publish one whole set; the stream is read to its end in any case.
+
+        Args:
+            metadata: Every tensor of the stream. None: as `wtransfer.StreamSource.round`.
+            tensors: The stream.
 
         Raises:
             WTransferError: The update failed; with ``on_error="keep"`` it is logged.
         """
         self._num_updates += 1
-        announced = [
-            ParamMeta(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in metadata
-        ]
+        announced = None
+        if metadata is not None:
+            announced = [
+                ParamMeta(name, getattr(torch, dtype), tuple(shape))
+                for name, dtype, shape in metadata
+            ]
         try:
             with self._stream.round(announced, tensors):
                 self._invite()

@@ -72,17 +72,16 @@ class WeightTransfer:
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish one whole set.
 
-        Cost: what the iterator yields is held until the update ends, for TRL does not announce it:
-        nothing where that is the trainer's own memory, a whole set where it is gathered (FSDP2).
+        Cost: the first one is copied to host memory, for TRL does not announce it; later ones are
+        sent as they are yielded.
 
         Raises:
             WTransferError: The update failed; with ``on_error="keep"`` it is logged.
             RuntimeError: Called before `init_weight_transfer`.
         """
-        tensors = list(iterator)
         if self._sync is None:
             raise RuntimeError("not connected; call init_weight_transfer() first")
-        self._sync.update_collected(tensors)
+        self._sync.update(None, iterator)
 
     def resume(self) -> None:
         """Do nothing, as `pause`."""
