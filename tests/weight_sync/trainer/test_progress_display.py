@@ -169,7 +169,7 @@ def test_publish_shows_lines_in_a_file_if_it_is_told_to(publish, monkeypatch):
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_publish_that_takes_long_is_silent_if_nobody_looks(
+def test_publish_that_takes_long_is_silent_without_a_terminal(
     publish, screen, monkeypatch, is_terminal
 ):
     file = screen.file if is_terminal else io.StringIO()
@@ -188,3 +188,51 @@ def test_publish_that_is_over_at_once_shows_nothing(publish, screen, monkeypatch
     print("over", file=screen.file, flush=True)
     until(lambda: "over" in screen.text)
     assert screen.text.strip() == "over"
+
+
+class Odd(io.StringIO):
+    """Standard error of a notebook or a supervisor: it has no `isatty`."""
+
+    @property
+    def isatty(self):
+        raise AttributeError("isatty")
+
+
+class Gone(io.StringIO):
+    """A terminal that was hung up."""
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        raise OSError(5, "Input/output error")
+
+
+def closed():
+    file = io.StringIO()
+    file.close()
+    return file
+
+
+@pytest.mark.parametrize("progress", [None, False, True])
+@pytest.mark.parametrize("make", [Odd, closed, Gone, lambda: None])
+def test_round_ends_well_whatever_standard_error_is(publish, monkeypatch, progress, make):
+    monkeypatch.setattr(sys, "stderr", make())
+    monkeypatch.setattr("wtransfer.weight_sync.trainer.progress_display._QUIET_S", 0.0)
+    begun = time.monotonic()
+    publish(progress, opens=lambda: time.monotonic() - begun > 0.3)
+
+
+def test_output_of_the_program_stays_its_own_beside_bars(publish, screen, monkeypatch):
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", screen.file)
+    monkeypatch.setattr(sys, "stdout", out)
+
+    def opens():
+        sys.stdout.write("a line\n")
+        return "1.0/2.0 MB" in screen.text
+
+    publish(None, opens=opens)
+    sys.stdout.write("a line\n")
+    assert set(out.getvalue().split("\n")) == {"a line", ""}
+    assert "a line" not in screen.text

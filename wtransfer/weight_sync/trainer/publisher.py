@@ -150,8 +150,8 @@ class Publisher:
             costs about a third of the trainer's pass.
         deadline_s: Longest time without progress, in seconds, before a peer or step counts as
             stalled.
-        progress: Show on standard error how far a round is that takes more than a second, where a
-            caller waits for it: True: a bar per worker on a terminal, else lines. False: nothing.
+        progress: Show on standard error how far a round of `publish` or `rollback` is that takes
+            more than a second: True: a bar per worker on a terminal, else lines. False: nothing.
             None: bars on a terminal, else nothing.
 
     Raises:

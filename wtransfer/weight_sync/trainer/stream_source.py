@@ -135,10 +135,16 @@ class _Pass:
     def collect(self) -> Sequence[ParamMeta]:
         """Read the stream into host memory, to be yielded from there; return its metadata."""
         copies: deque[tuple[str, torch.Tensor]] = deque()
-        with contextlib.suppress(StopIteration):
+        try:
             while True:
                 name, tensor = self._take()
                 copies.append((name, tensor.detach().to("cpu", copy=True)))
+        except StopIteration:
+            pass
+        except BaseException:
+            # The error's traceback would keep them.
+            copies.clear()
+            raise
         found, self.seen = self.seen, []
         self._next = _popped(copies).__next__
         return found
@@ -168,13 +174,13 @@ class _Pass:
         torch.set_grad_enabled(self._with_grad)
         try:
             name, tensor = self._next()
+            self.seen.append(ParamMeta(name, tensor.dtype, tuple(tensor.shape)))
         except BaseException as error:
             self.failed = self.failed or not isinstance(error, StopIteration)
             raise
         finally:
             self._with_grad = torch.is_grad_enabled()
             torch.set_grad_enabled(threads_own)
-        self.seen.append(ParamMeta(name, tensor.dtype, tuple(tensor.shape)))
         return name, tensor
 
     def drain(self, timeout_s: float) -> None:
