@@ -19,7 +19,7 @@ collect_ignore_glob = [] if all(map(importlib.util.find_spec, NEEDED)) else ["te
 
 
 def pytest_configure(config):
-    # What TRL and vLLM warn of at import is theirs.
+    # TRL and vLLM warn of their own parts as they are imported.
     config.addinivalue_line("filterwarnings", "ignore:TRL currently supports vLLM:UserWarning")
     config.addinivalue_line("filterwarnings", "ignore:You are importing from .trl.experimental")
     config.addinivalue_line("filterwarnings", "ignore::DeprecationWarning")

@@ -141,7 +141,7 @@ def test_spoilt_update_ends_training_and_the_old_policy_serves(train, server):
 def test_spoilt_update_is_told_and_training_goes_on_with_keep(train, server):
     with train(12, spoilt=8, on_error="keep") as training:
         told, logged = training.end()
-    assert "update trl-8 failed, the server keeps its policy, 1 step(s) old: " in logged
+    assert "update trl-8 failed, the server keeps its policy, 1 update(s) behind: " in logged
     expected = [(step, step, 0) for step in range(1, 13)]
     expected[7] = (8, 7, 1)
     assert versions_of(told) == expected

@@ -202,7 +202,7 @@ def test_failed_updates_are_logged_and_counted_with_keep(caplog):
         with caplog.at_level(logging.ERROR, "wtransfer_trl"):
             for _ in range(2):
                 push(client, {"a": torch.ones(4, 3), "c": torch.ones(5)})
-        assert "update trl-3 failed, the server keeps its policy, 2 step(s) old" in caplog.text
+        assert "update trl-3 failed, the server keeps its policy, 2 update(s) behind" in caplog.text
         assert same(served, tensors(1.0))
         assert (logged()["version"], logged()["stale_steps"]) == (1, 2)
         push(client, tensors(4.0))
@@ -239,6 +239,89 @@ def test_next_update_brings_to_one_set_what_a_commit_has_left_on_two(on_error, c
         assert (logged()["version"], logged()["stale_steps"]) == (3, 0)
 
 
+class Gathered:
+    """A stream that notes what was read, and may raise at one of its tensors."""
+
+    def __init__(self, values, fails_at=None):
+        self.values, self.fails_at, self.read = values, fails_at, []
+
+    def __iter__(self):
+        for name, tensor in self.values.items():
+            if name == self.fails_at:
+                raise RuntimeError("out of memory")
+            self.read.append(name)
+            yield name, tensor
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_stream_that_fails_is_raised_also_with_keep(refused):
+    served = tensors(0.0) | ({"more": torch.zeros(1)} if refused else {})
+    with serving(served) as server, connected(server, on_error="keep") as client:
+        metadata = [(name, "float32", list(each.shape)) for name, each in tensors(1.0).items()]
+        with pytest.raises(WTransferError):
+            client.update_named_params(metadata, Gathered(tensors(1.0), "b"))
+
+
+def test_update_whose_metadata_is_wrong_reads_its_stream_all_the_same():
+    with serving(tensors(0.0)) as server, connected(server, on_error="keep") as client:
+        stream = Gathered(tensors(1.0))
+        with pytest.raises(AttributeError, match="float99"):
+            client.update_named_params([("a", "float99", [4, 3])], stream)
+        assert stream.read == ["a", "b"]
+
+
+class Large(torch.Tensor):
+    """A tensor of which there is room for one."""
+
+    def clone(self):
+        raise torch.OutOfMemoryError("no room for a copy")
+
+
+def send_without_room(client, passed):
+    for name, tensor in tensors(1.0).items():
+        client.update_named_param(name, tensor.as_subclass(Large))
+        passed.append(name)
+
+
+def test_copy_that_fails_is_raised_when_the_block_is_over():
+    served, passed = tensors(0.0), []
+    with serving(served) as server, connected(server, on_error="keep") as client:
+        with pytest.raises(torch.OutOfMemoryError), client.weight_update():
+            send_without_room(client, passed)
+        assert passed == ["a", "b"]
+        assert same(served, tensors(0.0))
+        push(client, tensors(2.0))
+        assert same(served, tensors(2.0))
+
+
+def test_first_update_that_fails_is_logged_as_version_zero(caplog):
+    target = Refusing(tensors(1.0))
+    with serving(target) as server, connected(server, on_error="keep") as client:
+        target.is_refusing = True
+        push(client, tensors(2.0))
+        # The only worker has put its weights back.
+        assert "update trl-1 failed, the server keeps its policy, 1 update(s) behind" in caplog.text
+        assert (logged()["version"], logged()["stale_steps"]) == (0, 1)
+
+
+def test_server_that_is_away_is_said_to_be(caplog):
+    with serving(tensors(0.0)) as server:
+        wtransfer_trl.install(return_s=0, on_error="keep")
+        client = Client(url_of(server))
+        client.init_communicator()
+    with closing(client.communicator):
+        push(client, tensors(1.0))
+    assert "update trl-1 failed, the server was not reached, 1 update(s) behind" in caplog.text
+
+
+def test_client_that_connects_again_leaves_its_server_first():
+    served = tensors(0.0)
+    with serving(served) as server, connected(server) as client:
+        client.init_communicator()
+        push(client, tensors(1.0))
+        assert same(served, tensors(1.0))
+
+
 def test_server_that_was_restarted_is_invited_again():
     with serving(tensors(0.0)) as server:
         listen = server.address
@@ -265,11 +348,13 @@ def test_server_that_was_restarted_is_invited_again():
 
 def test_server_that_stays_away_raises_within_its_bound():
     with serving(tensors(0.0)) as server:
-        wtransfer_trl.install(return_s=1)
+        wtransfer_trl.install(return_s=1)  # the default is 120
         client = Client(url_of(server))
         client.init_communicator()
+    begun = time.monotonic()
     with closing(client.communicator), pytest.raises(PeerLostError):
         push(client, tensors(1.0))
+    assert time.monotonic() - begun < 30
 
 
 def test_server_without_an_engine_and_wrong_token_are_named():
@@ -449,7 +534,10 @@ def test_asynchronous_trainer_goes_on_with_keep(caplog):
         trainer = Trainer(transfer)
         try:
             trainer.sync(tensors(math.nan))
-            assert "update trl-1 failed, the server keeps its policy, 1 step(s) old" in caplog.text
+            assert (
+                "update trl-1 failed, the server keeps its policy, 1 update(s) behind"
+                in caplog.text
+            )
             trainer.sync(tensors(3.0))
             assert same(served, tensors(3.0))
         finally:

@@ -74,6 +74,7 @@ def _methods(engine: str, **arguments: Any) -> dict[str, Any]:
                 f"the vLLM server at {self.base_url} has no weight-transfer engine; start it with "
                 f"""--weight-transfer-config '{{"backend": "{engine}"}}'"""
             )
+        self.close_communicator()
         self.communicator = PolicySync(self.base_url, engine=engine, **arguments)
 
     def update_named_params(
@@ -98,7 +99,7 @@ def _methods(engine: str, **arguments: Any) -> dict[str, Any]:
             yield
 
     def reset_prefix_cache(self: Any) -> None:
-        """Do nothing: a commit has emptied the cache, and a refused update leaves it true."""
+        """Do nothing: a commit has emptied the cache, and a refused update leaves it valid."""
 
     def close_communicator(self: Any) -> None:
         sync, self.communicator = self.communicator, None
