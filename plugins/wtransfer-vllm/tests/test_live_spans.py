@@ -227,6 +227,12 @@ def test_token_in_flight_of_a_request_that_vllm_had_preempted_is_of_the_weights_
     indirect=["engine"],
 )
 def test_every_token_is_explained_while_the_engine_core_runs_by_itself(
-    run, check_spans, num_commits, num_requests
+    request, run, check_spans, num_commits, num_requests
 ):
-    check_spans(run(num_commits, num_requests))
+    load = run(num_commits, num_requests)
+    later = [each[4] for spans in load.spans.values() for each in spans[1:]]
+    name = request.node.callspec.params["engine"]
+    assert any(later) == (name in KEPT)
+    # Where blocks are few, vLLM preempts requests that were kept.
+    assert False in later or name == "three processes, kept"
+    check_spans(load)
