@@ -153,6 +153,13 @@ def test_package_is_tested_where_what_has_landed_is_not_known(clone):
     assert clone.differs("room")
 
 
+def test_package_is_tested_with_a_file_that_git_does_not_know_yet(clone):
+    clone.change("top/b.py")
+    (clone.folder / "room" / "new").write_text("new", "utf-8")
+    assert clone.differs("room")
+    assert not clone.differs("ground.py")
+
+
 def test_commit_that_has_landed_may_be_named(clone):
     clone.change("room/a")
     clone.change("top/b.py")

@@ -13,7 +13,7 @@ collect_ignore_glob = [] if all(map(importlib.util.find_spec, NEEDED)) else ["te
 
 
 def pytest_configure(config):
-    # What verl and Ray warn of at import is theirs.
+    # Warnings at the import of verl and Ray are theirs.
     config.addinivalue_line("filterwarnings", "ignore::DeprecationWarning")
     config.addinivalue_line("filterwarnings", "ignore::FutureWarning")
     config.addinivalue_line("filterwarnings", "ignore::ResourceWarning")

@@ -18,7 +18,7 @@ from pathlib import Path
 PLUGIN = Path(__file__).resolve().parents[1]
 CORE = PLUGIN.parents[1]
 VERL = "verl==0.9.1"
-# What ``import verl.checkpoint_engine`` needs, and torch in its build for CPUs.
+# Requirements of ``import verl.checkpoint_engine``, and torch in its build for CPUs.
 NEEDED = (
     "torch==2.13.0",
     "ray==2.60.0",

@@ -13,11 +13,12 @@ import os
 import socket
 import struct
 import sys
+import threading
 from pathlib import Path
 
 import ray
 import torch
-from stand_ins import HeldAdapter, Replica, TrainerWorker, weights_of
+from stand_ins import FailingAdapter, HeldAdapter, Replica, TrainerWorker, weights_of
 from verl.checkpoint_engine import CheckpointEngineWorker
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.utils.import_utils import load_class_from_fqn
@@ -102,6 +103,10 @@ class Session:
         elif fault == "rollout is killed before":
             dead = self.manager.replicas[step % NUM_ROLLOUTS]
             ray.kill(dead.workers[0])
+        elif fault == "serving engine fails":
+            broken = self.manager.replicas[0].workers[0]
+            call(broken, setattr, "server_adapter", FailingAdapter())
+            call(self.manager.replicas[1].workers[0], load_slowly)
         elif fault == "rollout joins late":
             self.manager.add_replicas([self.replica()])
         said = {"step": step, "fault": fault, "metrics": None, "error": None}
@@ -116,12 +121,20 @@ class Session:
             "generates": [each.generates and each.has_cache for each in replicas],
             "holds": [call(each.workers[0], held_step, self.num_steps) for each in replicas],
             "num_ordered": [call(each.workers[0], num_ordered) for each in replicas],
+            "in_sync": self.in_sync(replicas),
             "num_gathered": [call(each, num_gathered) for each in self.trainers.workers],
         }
+        if fault == "serving engine fails":
+            call(broken, setattr, "server_adapter", HeldAdapter())
         if dead is not None:
             self.manager.remove_replicas([dead])
             self.manager.add_replicas([self.replica()])
         return said
+
+    def in_sync(self, replicas):
+        """Return the threads of the sync that trainer ranks and rollouts have still."""
+        workers = [*self.trainers.workers, *(each.workers[0] for each in replicas)]
+        return [name for each in workers for name in call(each, threads)]
 
     def set_trainers(self, name, value):
         for each in self.trainers.workers:
@@ -136,6 +149,14 @@ class Session:
 
 def rooms(_):
     return {name.split(".")[1] for name in sys.modules if name.startswith("wtransfer.")}
+
+
+def load_slowly(worker):
+    worker.server_adapter.waits_s = 3
+
+
+def threads(_):
+    return [each.name for each in threading.enumerate() if each.name.startswith("wtransfer")]
 
 
 def num_ordered(worker):

@@ -1,7 +1,9 @@
 """Stand-ins of what needs GPUs in verl: a trainer's worker, a server adapter, a replica."""
 
+import asyncio
 import os
 import signal
+from types import SimpleNamespace
 
 import torch
 import torch.distributed
@@ -74,31 +76,54 @@ class HeldAdapter:
     def __init__(self):
         self.model = {}
         self.num_ordered = self.num_loaded = 0
+        self.waits_s = 0
 
     async def update_weights(self, weights, global_steps=None, wire_format="named_tensors"):
         # vLLM's adapter has its engine wait for tensors from here on.
         self.num_ordered += 1
         async for name, tensor in weights:
             self.model[name] = tensor.clone()
+            await asyncio.sleep(self.waits_s / NUM_TENSORS)
         self.num_loaded += 1
 
 
-class Replica:
-    """Replica in the place of verl's, whose servers need GPUs; notes what the manager calls."""
+class FailingAdapter(HeldAdapter):
+    """Has its serving engine fail in the midst of a set."""
 
-    def __init__(self, replica_rank, workers):
+    async def update_weights(self, weights, **_):
+        self.num_ordered += 1
+        async for name, tensor in weights:
+            self.model[name] = tensor.clone()
+            if len(self.model) == FAILS_AT:
+                raise KeyError(f"this model has no {name}")
+
+
+class Replica:
+    """Replica in the place of verl's, whose servers need GPUs.
+
+    As vLLM's it discards the weights with the cache; as SGLang's it restores no cache that it has,
+    and releases none twice.
+    """
+
+    def __init__(self, replica_rank, workers, *, free_cache_engine=False, load_format="auto"):
         self.replica_rank = replica_rank
         self.workers = workers
+        self.config = SimpleNamespace(free_cache_engine=free_cache_engine, load_format=load_format)
         self.generates = self.has_cache = True
+        self.has_weights = load_format != "dummy"
 
     async def abort_all_requests(self, reject_request=False):
         self.generates = False
 
     async def release_kv_cache(self):
-        self.has_cache = False
+        if self.config.free_cache_engine:
+            assert self.has_cache, "released twice"
+            self.has_cache = self.has_weights = False
 
     async def resume_kv_cache(self):
-        self.has_cache = True
+        if self.config.free_cache_engine:
+            assert not self.has_cache, "restored what was not released"
+            self.has_cache = True
 
     async def resume_generation(self):
         self.generates = True

@@ -16,7 +16,7 @@ CONFIG = Path(verl.__file__).parent / "experimental" / "one_step_off_policy" / "
 
 def test_overrides_of_the_guide_choose_the_engine_and_the_manager():
     overrides = re.findall(r"\+?actor_rollout_ref\.rollout\.[\w.]+=[\w.]+", GUIDE)
-    assert len(overrides) == 4
+    assert len(overrides) == 5
     with initialize_config_dir(str(CONFIG), version_base=None):
         config = compose(
             "one_step_off_ppo_trainer",
@@ -27,5 +27,6 @@ def test_overrides_of_the_guide_choose_the_engine_and_the_manager():
     engine = omega_conf_to_dataclass(rollout.checkpoint_engine)
     assert (engine.backend, engine.custom_backend_module) == ("wtransfer", "wtransfer_verl")
     assert engine.engine_kwargs == {"wtransfer": {"engine": "gloo"}}
+    assert rollout.free_cache_engine is False
     manager_class = load_class_from_fqn(rollout.checkpoint_manager_class)
     assert manager_class is wtransfer_verl.CheckpointManager

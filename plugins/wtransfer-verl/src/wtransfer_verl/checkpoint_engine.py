@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +13,18 @@ from packaging.specifiers import SpecifierSet
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 from wtransfer import Publisher, StreamSource, WorkerSession
 from wtransfer.deadline import Deadline
-from wtransfer.errors import AuthenticationError, PeerLostError, SourceError, StallError
+from wtransfer.errors import AuthenticationError, PeerLostError, StallError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Iterable, Mapping
 
     import torch
-    from wtransfer import ParamMeta, TensorSpec
+    from wtransfer import TensorSpec
     from wtransfer.weight_sync.report import Report
 
     Weights = Iterable[tuple[str, torch.Tensor]]
+
+logger = logging.getLogger(__name__)
 
 VERL_RANGE = ">=0.9.1,<0.10"
 POLL_S = 0.05
@@ -44,19 +47,20 @@ class WTransferCheckpointEngine(CheckpointEngine):
     time, `finalize` on all. It calls nothing more in a sync that has failed.
 
     Args:
-        bucket_size: Size of verl's buckets between this process and the serving engine, in bytes.
+        bucket_size: Not used: size of verl's buckets between rollout and serving engine, in bytes.
         is_master: True on the trainer rank that publishes.
         engine: Engine name in the group ``wtransfer.engines``.
         options: Options of the engine.
         listen: Address to listen at, for rollouts on other hosts: ``tcp:host:port``. Default: one
             that only this host can reach.
         deadline_s: Longest time without progress of a round, in seconds.
-        timeout_s: Longest wait of a rollout for a whole set, in seconds.
+        timeout_s: Longest wait of a rollout for a whole set, and of the master, when a round has
+            failed, for a gather that other ranks have not joined; in seconds.
     """
 
     def __init__(
         self,
-        bucket_size: int,
+        bucket_size: int,  # noqa: ARG002  # verl gives it to every engine
         is_master: bool = False,
         *,
         engine: str = "shm",
@@ -65,12 +69,11 @@ class WTransferCheckpointEngine(CheckpointEngine):
         deadline_s: float = 30.0,
         timeout_s: float = 600.0,
     ) -> None:
-        self._bucket_nbytes = bucket_size
         self._is_master = is_master
         self._deadline_s = deadline_s
         self._timeout_s = timeout_s
         # Of a trainer's master.
-        self._source = StreamSource(deadline_s)
+        self._source = StreamSource(timeout_s)
         self._open_publisher = functools.partial(
             Publisher,
             self._source,
@@ -80,9 +83,11 @@ class WTransferCheckpointEngine(CheckpointEngine):
             deadline_s=deadline_s,
         )
         self._publisher: Publisher | None = None
+        self._sending = self._ends = False
         # Of a rollout.
         self._received: _ReceivedSet | None = None
         self._session: WorkerSession | None = None
+        self._handed_over = False
 
     def prepare(self) -> dict[str, Any]:
         """Listen, on the trainer's master; drop what a failed sync has left, on all.
@@ -91,7 +96,7 @@ class WTransferCheckpointEngine(CheckpointEngine):
             PluginError: No such engine, or it cannot be loaded.
             AddressInUseError: The address is in use.
         """
-        self.finalize()
+        self._release()
         if not self._is_master:
             return {}
         # A publisher of its own for each sync: its workers are the rollouts that verl has now,
@@ -157,7 +162,8 @@ class WTransferCheckpointEngine(CheckpointEngine):
     ) -> dict[str, float]:
         """Publish what verl gathers, on the master; take part in the gathers, on other ranks.
 
-        The generator is read to its end in any case: each of its steps may be a collective.
+        The generator is read to its end unless it raises, or one step of it takes more than
+        `timeout_s`: each step may be a collective, in which other ranks wait.
 
         Returns:
             Numbers of the sync, for verl's metrics; empty on other ranks than the master.
@@ -166,36 +172,30 @@ class WTransferCheckpointEngine(CheckpointEngine):
             WTransferError: The sync failed; no rollout has yielded a tensor of it, or, after the
                 commit, some have not.
         """
-        if self._publisher is None:
+        if not self._is_master:
             for _ in weights:
                 pass
             return {}
+        assert self._publisher is not None, "verl calls prepare() first"
+        self._sending, self._ends = True, False
         try:
             report = await self._publish(self._publisher, weights, f"step-{global_steps}")
         except BaseException:
             # Rollouts that wait for the set learn it by the loss of their publisher; verl finalizes
             # no sync that has failed.
-            self.finalize()
+            self._ends = True
             raise
+        finally:
+            self._sending = False
+            if self._ends:
+                self._release_failed()
         return {"wtransfer/seconds": report.seconds["total"], "wtransfer/bytes": report.nbytes}
 
     async def _publish(self, publisher: Publisher, weights: Weights, version: str) -> Report:
         # verl announces nothing: the first set is copied to be known, later ones as the last was.
         with self._source.round(None, weights):
-            self._check_fits(self._source.metadata)
             await asyncio.to_thread(publisher.wait_for_workers, 1, self._deadline_s)
             return (await publisher.publish_async(version)).raise_unless_ok()
-
-    def _check_fits(self, metadata: Sequence[ParamMeta]) -> None:
-        for meta in metadata:
-            if meta.nbytes > self._bucket_nbytes:
-                raise SourceError(
-                    f"{meta.name!r} has {meta.nbytes:,} bytes, more than a bucket between rollout "
-                    f"and serving engine ({self._bucket_nbytes:,}); raise "
-                    "checkpoint_engine.update_weights_bucket_megabytes to "
-                    f"{-(-meta.nbytes >> 20)}",
-                    piece=meta.name,
-                )
 
     def receive_weights(
         self, global_steps: int | None = None
@@ -236,12 +236,25 @@ class WTransferCheckpointEngine(CheckpointEngine):
                         seconds=self._timeout_s,
                     )
         except BaseException:
-            self.finalize()
+            self._release_failed()
             raise
+        self._handed_over = True
         return _pass_over(received.tensors)
 
+    def handed_over(self) -> bool:
+        """Return True if the serving engine may have a part of the set of this sync."""
+        return self._handed_over
+
     def finalize(self) -> None:
-        """End the sync, and release its memory."""
+        """End the sync, and release its memory; while `send_weights` runs, at the end of it."""
+        # A rollout's failure is known to the manager while this rank still publishes. Both run in
+        # the event loop of one actor, so neither sees the other half done.
+        self._ends = True
+        if not self._sending:
+            self._release()
+
+    def _release(self) -> None:
+        self._handed_over = False
         publisher, self._publisher = self._publisher, None
         if publisher is not None:
             publisher.close()
@@ -251,6 +264,13 @@ class WTransferCheckpointEngine(CheckpointEngine):
             session.close()
             # At once: the session's objects know each other, and go when the collector finds them.
             received.tensors = {}
+
+    def _release_failed(self) -> None:
+        try:
+            self._release()
+        except Exception:
+            # The sync's error is the one to raise.
+            logger.exception("the failed sync has not ended as it should")
 
 
 class _ReceivedSet:
