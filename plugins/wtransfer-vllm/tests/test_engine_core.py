@@ -862,6 +862,14 @@ def foreign_connector(core, _):
     core.vllm_config.kv_transfer_config = bag(kv_connector="NixlConnector")
 
 
+def rust_front_end(_, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+
+
+def routed_experts(core, _):
+    core.scheduler.aux_output_connector = bag()
+
+
 def second_pool(core, _):
     core.scheduler.kv_cache_manager.coordinator.single_type_managers.append(bag(block_pool=Pool()))
 
@@ -874,6 +882,8 @@ def second_pool(core, _):
             foreign_connector,
             "connector 'NixlConnector' is not .* use wtransfer-OffloadingConnector",
         ),
+        (rust_front_end, "start vLLM without VLLM_USE_RUST_FRONTEND; or set it to 'recompute'"),
+        (routed_experts, "without --enable-return-routed-experts; or set it to 'recompute'"),
         (second_pool, "start vLLM without it; or set it to 'recompute'"),
     ],
 )
@@ -887,8 +897,10 @@ def test_keep_is_refused_with_the_invitation_where_it_cannot_be_done(
     assert not any(worker.called for worker in workers)
 
 
-def test_keep_is_taken_beside_a_connector_of_ours(keep):
+def test_keep_is_taken_beside_a_connector_of_ours(keep, monkeypatch):
     core, workers = keep()
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "0")
+    core.scheduler.aux_output_connector = None
     core.vllm_config.kv_transfer_config = bag(kv_connector="ours")
     core.scheduler.connector = Connector(forgets=None)
     invite(core)

@@ -69,6 +69,12 @@ def test_label_that_only_looks_like_the_text_of_a_batch_is_a_label(ids):
     assert spans([in_vllm(label, 0, 4)]) == [Span(0, 4, label, None)]
 
 
+def test_text_of_a_batch_is_an_error_that_says_what_the_front_end_lacks():
+    given = [in_vllm(tag_of_batch(tag_of("step", ONE), ["kept"]), 0, 4)]
+    with pytest.raises(ValueError, match="front end has no wtransfer-vllm"):
+        spans(given)
+
+
 def test_front_end_gives_each_request_its_own_tag_however_often_it_is_led():
     class State:
         request_id, told = "kept", ()

@@ -32,6 +32,9 @@ HASHING = ("cache_full_blocks", "cache_partial_block")
 TAG = "_attach_weight_version"
 """The engine core's method that tags the outputs of one batch, oldest first; vLLM 0.32."""
 
+RUST = "VLLM_USE_RUST_FRONTEND"
+"""vLLM's environment variable of its front end in Rust, where no plug-in is loaded."""
+
 
 def keeps_in_flight(core: Any) -> bool:
     """Return whether requests that run at a commit keep their KV.
@@ -56,6 +59,17 @@ def _cannot_keep(core: Any) -> str | None:
         return (
             "this vLLM does not say which weights computed a token, and so not which tokens rest "
             "on older KV: use vLLM 0.32"
+        )
+    if os.environ.get(RUST, "0") not in ("", "0"):
+        return (
+            "vLLM's Rust front end gives an answer the text of a whole batch, which names the "
+            f"requests on older KV: start vLLM without {RUST}"
+        )
+    if getattr(core.scheduler, "aux_output_connector", None) is not None:
+        return (
+            "vLLM keeps the experts of each token under its block's hash, where other requests "
+            "would find those of two sets of weights: start it without "
+            "--enable-return-routed-experts"
         )
     transfer = getattr(core.vllm_config, "kv_transfer_config", None)
     if transfer is not None and not has_our_connector(core):

@@ -105,7 +105,7 @@ def spans(weight_versions: Iterable[Any] | None) -> list[Span]:
 
     Raises:
         ValueError: vLLM has given none: the request has not ended, or its release has
-            no spans.
+            no spans. Or a front end without wtransfer-vllm has given the text of a batch.
     """
     if weight_versions is None:
         raise ValueError(
@@ -114,6 +114,11 @@ def spans(weight_versions: Iterable[Any] | None) -> list[Span]:
     found = []
     for each in weight_versions:
         fields = each if isinstance(each, dict) else vars(each)
+        if _read_batch(fields["version"])[1]:
+            raise ValueError(
+                "a span has the text of a whole batch: the front end has no wtransfer-vllm; "
+                "install it there, too"
+            )
         parts = _TAG.fullmatch(fields["version"])
         assert parts  # any text is a label
         found.append(Span(fields["start"], fields["end"], parts[1], parts[2], bool(parts[3])))
