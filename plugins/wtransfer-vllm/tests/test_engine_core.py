@@ -722,9 +722,14 @@ class Scheduler(bag):
         return bag(num_scheduled_tokens={each.request_id: 1 for each in self.running})
 
 
+def invite(core):
+    info = {"wtransfer": {"address": "unix:@x"}}
+    core.collective_rpc("init_weight_transfer_engine", None, (), {"init_info": info})
+
+
 @pytest.fixture
-def keep(make, monkeypatch):
-    """Maker of a core whose running requests keep their KV at a commit."""
+def asked_to_keep(make, monkeypatch):
+    """Maker of a core whose environment says that running requests keep their KV at a commit."""
     monkeypatch.setenv("WTRANSFER_VLLM_IN_FLIGHT", "keep")
 
     def make_core(**options):
@@ -735,9 +740,16 @@ def keep(make, monkeypatch):
     return make_core
 
 
-def invite(core):
-    info = {"wtransfer": {"address": "unix:@x"}}
-    core.collective_rpc("init_weight_transfer_engine", None, (), {"init_info": info})
+@pytest.fixture
+def keep(asked_to_keep):
+    """Maker of a core that was invited so."""
+
+    def make_core(**options):
+        core, workers = asked_to_keep(**options)
+        invite(core)
+        return core, workers
+
+    return make_core
 
 
 def test_running_requests_keep_their_kv_and_no_block_is_found_by_its_hash(keep):
@@ -781,11 +793,12 @@ def test_request_that_has_computed_nothing_or_gives_its_blocks_back_is_not_marke
     assert scheduler.pool.hashed[1:] == [("session", 0)]
 
 
-def test_weights_that_are_lost_leave_no_request_its_kv(keep):
+@pytest.mark.parametrize("loses", ["sleep", "reload_weights", "reset_weights"])
+def test_weights_that_are_lost_leave_no_request_its_kv(keep, loses):
     core, _ = keep()
     core.scheduler.begin("running")
-    core.collective_rpc("reload_weights")
-    assert core.resets == [("prefix", True, False), "encoder"]
+    core.sleep(2, mode="keep") if loses == "sleep" else core.collective_rpc(loses)
+    assert core.resets[:2] == [("prefix", True, False), "encoder"]
 
 
 def test_kept_requests_are_named_in_the_tags_of_their_batches_only(keep):
@@ -888,17 +901,17 @@ def second_pool(core, _):
     ],
 )
 def test_keep_is_refused_with_the_invitation_where_it_cannot_be_done(
-    keep, change, words, monkeypatch
+    asked_to_keep, change, words, monkeypatch
 ):
-    core, workers = keep()
+    core, workers = asked_to_keep()
     change(core, monkeypatch)
     with pytest.raises(ValueError, match=words):
         invite(core)
     assert not any(worker.called for worker in workers)
 
 
-def test_keep_is_taken_beside_a_connector_of_ours(keep, monkeypatch):
-    core, workers = keep()
+def test_keep_is_taken_beside_a_connector_of_ours(asked_to_keep, monkeypatch):
+    core, workers = asked_to_keep()
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "0")
     core.scheduler.aux_output_connector = None
     core.vllm_config.kv_transfer_config = bag(kv_connector="ours")
@@ -907,12 +920,27 @@ def test_keep_is_taken_beside_a_connector_of_ours(keep, monkeypatch):
     assert names_of(workers[0]) == ["init_weight_transfer_engine"]
 
 
-def test_treatment_that_is_unknown_is_refused_with_the_invitation(keep, monkeypatch):
-    core, workers = keep()
+def test_treatment_that_is_unknown_is_refused_with_the_invitation(asked_to_keep, monkeypatch):
+    core, workers = asked_to_keep()
     monkeypatch.setenv("WTRANSFER_VLLM_IN_FLIGHT", "kept")
     with pytest.raises(ValueError, match="is 'kept', expected 'recompute' or 'keep'"):
         invite(core)
     assert not any(worker.called for worker in workers)
+
+
+def test_treatment_is_that_of_the_last_invitation_whatever_changes_before_a_commit(
+    keep, monkeypatch
+):
+    core, workers = keep()
+    for asked in ("kept", "recompute"):
+        core.resets.clear()
+        monkeypatch.setenv("WTRANSFER_VLLM_IN_FLIGHT", asked)
+        commit_set(core, workers, "a", "a")
+        assert core.resets == ["encoder"]
+    invite(core)
+    core.resets.clear()
+    commit_set(core, workers, "b", "b")
+    assert core.resets == [("prefix", True, False), "encoder"]
 
 
 def test_pause_of_a_commit_is_logged_with_the_next_tokens(make, caplog):
