@@ -1,5 +1,6 @@
 """The watch over an engine core, where a live one cannot be brought into the case."""
 
+import sys
 import types
 from collections import deque
 from concurrent.futures import Future
@@ -876,7 +877,7 @@ def foreign_connector(core, _):
 
 
 def rust_front_end(_, monkeypatch):
-    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    monkeypatch.setitem(sys.modules, "vllm.envs", bag(VLLM_USE_RUST_FRONTEND=True))
 
 
 def routed_experts(core, _):
@@ -912,7 +913,7 @@ def test_keep_is_refused_with_the_invitation_where_it_cannot_be_done(
 
 def test_keep_is_taken_beside_a_connector_of_ours(asked_to_keep, monkeypatch):
     core, workers = asked_to_keep()
-    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "0")
+    monkeypatch.setitem(sys.modules, "vllm.envs", bag(VLLM_USE_RUST_FRONTEND=False))
     core.scheduler.aux_output_connector = None
     core.vllm_config.kv_transfer_config = bag(kv_connector="ours")
     core.scheduler.connector = Connector(forgets=None)
