@@ -1,5 +1,6 @@
 """The watch over an engine core, where a live one cannot be brought into the case."""
 
+import sys
 import types
 from collections import deque
 from concurrent.futures import Future
@@ -722,9 +723,14 @@ class Scheduler(bag):
         return bag(num_scheduled_tokens={each.request_id: 1 for each in self.running})
 
 
+def invite(core):
+    info = {"wtransfer": {"address": "unix:@x"}}
+    core.collective_rpc("init_weight_transfer_engine", None, (), {"init_info": info})
+
+
 @pytest.fixture
-def keep(make, monkeypatch):
-    """Maker of a core whose running requests keep their KV at a commit."""
+def asked_to_keep(make, monkeypatch):
+    """Maker of a core whose environment says that running requests keep their KV at a commit."""
     monkeypatch.setenv("WTRANSFER_VLLM_IN_FLIGHT", "keep")
 
     def make_core(**options):
@@ -735,9 +741,16 @@ def keep(make, monkeypatch):
     return make_core
 
 
-def invite(core):
-    info = {"wtransfer": {"address": "unix:@x"}}
-    core.collective_rpc("init_weight_transfer_engine", None, (), {"init_info": info})
+@pytest.fixture
+def keep(asked_to_keep):
+    """Maker of a core that was invited so."""
+
+    def make_core(**options):
+        core, workers = asked_to_keep(**options)
+        invite(core)
+        return core, workers
+
+    return make_core
 
 
 def test_running_requests_keep_their_kv_and_no_block_is_found_by_its_hash(keep):
@@ -781,11 +794,12 @@ def test_request_that_has_computed_nothing_or_gives_its_blocks_back_is_not_marke
     assert scheduler.pool.hashed[1:] == [("session", 0)]
 
 
-def test_weights_that_are_lost_leave_no_request_its_kv(keep):
+@pytest.mark.parametrize("loses", ["sleep", "reload_weights", "reset_weights"])
+def test_weights_that_are_lost_leave_no_request_its_kv(keep, loses):
     core, _ = keep()
     core.scheduler.begin("running")
-    core.collective_rpc("reload_weights")
-    assert core.resets == [("prefix", True, False), "encoder"]
+    core.sleep(2, mode="keep") if loses == "sleep" else core.collective_rpc(loses)
+    assert core.resets[:2] == [("prefix", True, False), "encoder"]
 
 
 def test_kept_requests_are_named_in_the_tags_of_their_batches_only(keep):
@@ -862,6 +876,14 @@ def foreign_connector(core, _):
     core.vllm_config.kv_transfer_config = bag(kv_connector="NixlConnector")
 
 
+def rust_front_end(_, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm.envs", bag(VLLM_USE_RUST_FRONTEND=True))
+
+
+def routed_experts(core, _):
+    core.scheduler.aux_output_connector = bag()
+
+
 def second_pool(core, _):
     core.scheduler.kv_cache_manager.coordinator.single_type_managers.append(bag(block_pool=Pool()))
 
@@ -874,33 +896,52 @@ def second_pool(core, _):
             foreign_connector,
             "connector 'NixlConnector' is not .* use wtransfer-OffloadingConnector",
         ),
+        (rust_front_end, "start vLLM without VLLM_USE_RUST_FRONTEND; or set it to 'recompute'"),
+        (routed_experts, "without --enable-return-routed-experts; or set it to 'recompute'"),
         (second_pool, "start vLLM without it; or set it to 'recompute'"),
     ],
 )
 def test_keep_is_refused_with_the_invitation_where_it_cannot_be_done(
-    keep, change, words, monkeypatch
+    asked_to_keep, change, words, monkeypatch
 ):
-    core, workers = keep()
+    core, workers = asked_to_keep()
     change(core, monkeypatch)
     with pytest.raises(ValueError, match=words):
         invite(core)
     assert not any(worker.called for worker in workers)
 
 
-def test_keep_is_taken_beside_a_connector_of_ours(keep):
-    core, workers = keep()
+def test_keep_is_taken_beside_a_connector_of_ours(asked_to_keep, monkeypatch):
+    core, workers = asked_to_keep()
+    monkeypatch.setitem(sys.modules, "vllm.envs", bag(VLLM_USE_RUST_FRONTEND=False))
+    core.scheduler.aux_output_connector = None
     core.vllm_config.kv_transfer_config = bag(kv_connector="ours")
     core.scheduler.connector = Connector(forgets=None)
     invite(core)
     assert names_of(workers[0]) == ["init_weight_transfer_engine"]
 
 
-def test_treatment_that_is_unknown_is_refused_with_the_invitation(keep, monkeypatch):
-    core, workers = keep()
+def test_treatment_that_is_unknown_is_refused_with_the_invitation(asked_to_keep, monkeypatch):
+    core, workers = asked_to_keep()
     monkeypatch.setenv("WTRANSFER_VLLM_IN_FLIGHT", "kept")
     with pytest.raises(ValueError, match="is 'kept', expected 'recompute' or 'keep'"):
         invite(core)
     assert not any(worker.called for worker in workers)
+
+
+def test_treatment_is_that_of_the_last_invitation_whatever_changes_before_a_commit(
+    keep, monkeypatch
+):
+    core, workers = keep()
+    for asked in ("kept", "recompute"):
+        core.resets.clear()
+        monkeypatch.setenv("WTRANSFER_VLLM_IN_FLIGHT", asked)
+        commit_set(core, workers, "a", "a")
+        assert core.resets == ["encoder"]
+    invite(core)
+    core.resets.clear()
+    commit_set(core, workers, "b", "b")
+    assert core.resets == [("prefix", True, False), "encoder"]
 
 
 def test_pause_of_a_commit_is_logged_with_the_next_tokens(make, caplog):

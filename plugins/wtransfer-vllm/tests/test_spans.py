@@ -40,13 +40,39 @@ def test_label_and_fingerprint_of_each_span_are_found(form, label):
     ]
 
 
-@pytest.mark.parametrize("ids", [["a"], ['"', "]", "a\0b", "ü"], [str(n) for n in range(500)]])
+@pytest.mark.parametrize(
+    "ids",
+    [
+        ["a"],
+        ['"', "]", "a\0b", "ü", "\\", "\\+"],
+        ['chatcmpl-+older-kv["y"]-0a1b2c3d'],
+        ["first", '+older-kv["', "+older-kv[]"],
+        [str(n) for n in range(500)],
+    ],
+    ids=["one", "signs", "like a text", "like parts of a text", "500"],
+)
 @pytest.mark.parametrize("tag", [tag_of("step", ONE), "empty", f"two\nlines{ON_OLDER_KV}"])
 def test_request_of_a_batch_is_told_from_those_on_older_kv(tag, ids):
     text = tag_of_batch(tag, ids)
     assert [tag_in_batch(text, each) for each in ids] == [tag + ON_OLDER_KV] * len(ids)
     assert tag_in_batch(text, "another") == tag
     assert tag_in_batch(tag_of_batch(tag, []), ids[0]) == tag
+
+
+@pytest.mark.parametrize(
+    "ids", ["[b]", "[]", "[", "[1]", "[[]]", "[" * 5000 + "]" * 5000, r'["\q"]', '["a\n"]']
+)
+def test_label_that_only_looks_like_the_text_of_a_batch_is_a_label(ids):
+    label = f"a{ON_OLDER_KV}{ids}"
+    assert tag_in_batch(tag_of(label, None), "b") == label
+    assert tag_in_batch(tag_of_batch(label, ["b"]), "b") == label + ON_OLDER_KV
+    assert spans([in_vllm(label, 0, 4)]) == [Span(0, 4, label, None)]
+
+
+def test_text_of_a_batch_is_an_error_that_says_what_the_front_end_lacks():
+    given = [in_vllm(tag_of_batch(tag_of("step", ONE), ["kept"]), 0, 4)]
+    with pytest.raises(ValueError, match="front end has no wtransfer-vllm"):
+        spans(given)
 
 
 def test_front_end_gives_each_request_its_own_tag_however_often_it_is_led():

@@ -66,7 +66,7 @@ def forget_kv(core: Any, *, keep_running: bool = False) -> None:
             unmark(request)
 
     # 3. Running requests are preempted and computed anew, or marked; no block is found by its hash.
-    #    Marked first: where hashes cannot be taken away, none of theirs is added at least.
+    #    The marks come first: where hashes cannot be taken away, mixed blocks get none, either.
     if keep_running:
         mark_running(scheduler)
     evicted = _evict_blocks(core, keep_running=keep_running)

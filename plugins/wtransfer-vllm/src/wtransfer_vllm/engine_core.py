@@ -171,6 +171,9 @@ class Watch:
         """Tags of batches that are not processed, in order: of those that were in flight at a
         commit, and of all that are scheduled once requests have kept their KV."""
         self._tags_batches = False
+        self._keeps_in_flight = False
+        """True if requests that run at a commit keep their KV; decided at the last invitation, for
+        nothing after a commit may raise before the caches have forgotten."""
         self._instance = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
 
     def pass_on(
@@ -193,10 +196,11 @@ class Watch:
             init_info = args[0] if args else (kwargs or {}).get("init_info")
             # What is not known or cannot be done is refused before it is needed.
             _ends_when_empty()
-            keeps_in_flight(self._core)
+            keeps = keeps_in_flight(self._core)
             may_commit = self._commits_anytime and not self._asleep
             invitation = addressed(init_info, self._instance, may_commit=may_commit)
             args, kwargs = (), {"init_info": invitation}
+            self._keeps_in_flight = keeps
         elif method == UPDATE and is_foreign(*args, **(kwargs or {})):
             raise ValueError(
                 "update_weights brings weights of another trainer: this backend takes rounds of "
@@ -272,12 +276,11 @@ class Watch:
         """
         outcomes = self._call(outcome_of)
         if any(outcome["touched"] for outcome in outcomes):
-            keeps = keeps_in_flight(self._core)
-            forget_kv(self._core, keep_running=keeps)
+            forget_kv(self._core, keep_running=self._keeps_in_flight)
             held = {(outcome["version"], outcome["fingerprint"]) for outcome in outcomes}
             is_empty = any(outcome["state"] == "empty" for outcome in outcomes)
             self._label(*((EMPTY_LABEL, None) if is_empty or len(held) > 1 else held.pop()))
-            if keeps:
+            if self._keeps_in_flight:
                 self._tag_batches()
             if is_empty and _ends_when_empty():
                 self._end()
@@ -364,7 +367,7 @@ class Watch:
         running requests, unless they keep their KV.
         """
         core, reloaded = self._core, time.perf_counter()
-        keeps = keeps_in_flight(core)
+        keeps = self._keeps_in_flight
         step = getattr(core, "step_fn", None)
         if step is None or hasattr(step, "wtransfer_pause"):
             return

@@ -3,7 +3,7 @@
 KV of a kept request is mixed from the commit on: of the weights before, or computed over such. So
 is all that the request computes afterwards, until vLLM preempts it and computes it anew.
 
-*   No mixed block has a hash in vLLM's prefix cache. Those that have one lose it at the commit, and
+*   No mixed block has a hash in vLLM's prefix cache. Every block loses its hash at the commit, and
     the block pool gives none to the blocks of a marked request.
 *   No mixed block is stored by a connector of wtransfer: a request that lived through a commit is
     stale (`wtransfer.kv.fence`), and stores that were planned before are of whole blocks, which the
@@ -15,6 +15,7 @@ is all that the request computes afterwards, until vLLM preempts it and computes
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from wtransfer_vllm.names import has_our_connector
@@ -57,6 +58,17 @@ def _cannot_keep(core: Any) -> str | None:
             "this vLLM does not say which weights computed a token, and so not which tokens rest "
             "on older KV: use vLLM 0.32"
         )
+    if _has_rust_front_end():
+        return (
+            "vLLM's Rust front end gives an answer the text of a whole batch, which names the "
+            "requests on older KV: start vLLM without VLLM_USE_RUST_FRONTEND"
+        )
+    if getattr(core.scheduler, "aux_output_connector", None) is not None:
+        return (
+            "vLLM keeps the experts of each token under its block's hash, where other requests "
+            "would find those of two sets of weights: start it without "
+            "--enable-return-routed-experts"
+        )
     transfer = getattr(core.vllm_config, "kv_transfer_config", None)
     if transfer is not None and not has_our_connector(core):
         return (
@@ -73,6 +85,15 @@ def _cannot_keep(core: Any) -> str | None:
     return None
 
 
+def _has_rust_front_end() -> bool:
+    """Return whether answers pass by a front end in which no plug-in is loaded."""
+    envs: Any = sys.modules.get("vllm.envs")  # vLLM's own reading of its environment
+    try:
+        return bool(envs.VLLM_USE_RUST_FRONTEND)
+    except AttributeError:  # a release without it
+        return False
+
+
 def _managers(manager: Any) -> Any:
     return manager.coordinator.single_type_managers
 
@@ -86,7 +107,7 @@ def mark_running(scheduler: Any) -> None:
     """Mark the requests that go on with their KV, whose blocks get no hash from here on."""
     _hash_no_mixed_block(scheduler.kv_cache_manager.block_pool)
     for request in scheduler.running:
-        # One whose loads have failed has nothing, and begins under the weights that are there now.
+        # A request without computed tokens has no KV; it begins under the new weights.
         if request.num_computed_tokens:
             setattr(request, MARK, request.num_preemptions)
 

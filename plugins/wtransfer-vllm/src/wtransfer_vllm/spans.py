@@ -10,6 +10,7 @@ older KV the text lists them, and the front end takes each request's tag from it
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 ON_OLDER_KV = "+older-kv"
 """End of the tag of tokens that were computed over KV of before the last commit."""
 _TAG = re.compile(rf"(.*?)(?:@([0-9a-f]{{32}}))?({re.escape(ON_OLDER_KV)})?", re.DOTALL)
-_BATCH = re.compile(rf"(.*){re.escape(ON_OLDER_KV)}(\[.*\])", re.DOTALL)
+_ID = r'"(?:[^"\\]|\\.)*"'
+_BATCH = re.compile(rf"(.*){re.escape(ON_OLDER_KV)}(\[{_ID}(?:, {_ID})*\])", re.DOTALL)
 
 
 class Span(NamedTuple):
@@ -52,7 +54,11 @@ def tag_of_batch(tag: str, on_older_kv: Sequence[str]) -> str:
         tag: Tag of the weights that computed it.
         on_older_kv: Ids of those requests in it that rest on older KV.
     """
-    return f"{tag}{ON_OLDER_KV}{json.dumps(on_older_kv)}" if on_older_kv else tag
+    if not on_older_kv:
+        return tag
+    # Callers choose ids: none has the text's own mark in it, so that the last mark is the text's.
+    ids = json.dumps(on_older_kv).replace("+", "\\u002b")
+    return f"{tag}{ON_OLDER_KV}{ids}"
 
 
 def tag_in_batch(text: str, request_id: str) -> str:
@@ -63,9 +69,13 @@ def tag_in_batch(text: str, request_id: str) -> str:
 
 @functools.lru_cache(maxsize=4)
 def _read_batch(text: str) -> tuple[str, frozenset[str]]:
-    """Read a text once for all requests of the batch."""
+    """Return the tag in a text, read once for all requests of the batch, and the ids."""
     parts = _BATCH.fullmatch(text)
-    return (parts[1], frozenset(json.loads(parts[2]))) if parts else (text, frozenset())
+    if parts:
+        # An error here would end vLLM's server; a label may be any text.
+        with contextlib.suppress(ValueError):
+            return parts[1], frozenset(json.loads(parts[2]))
+    return text, frozenset()
 
 
 def follow_requests(request_state: type[Any]) -> None:
@@ -95,7 +105,7 @@ def spans(weight_versions: Iterable[Any] | None) -> list[Span]:
 
     Raises:
         ValueError: vLLM has given none: the request has not ended, or its release has
-            no spans.
+            no spans. Or a front end without wtransfer-vllm has given the text of a batch.
     """
     if weight_versions is None:
         raise ValueError(
@@ -104,6 +114,11 @@ def spans(weight_versions: Iterable[Any] | None) -> list[Span]:
     found = []
     for each in weight_versions:
         fields = each if isinstance(each, dict) else vars(each)
+        if _read_batch(fields["version"])[1]:
+            raise ValueError(
+                "a span has the text of a whole batch: the front end has no wtransfer-vllm; "
+                "install it there, too"
+            )
         parts = _TAG.fullmatch(fields["version"])
         assert parts  # any text is a label
         found.append(Span(fields["start"], fields["end"], parts[1], parts[2], bool(parts[3])))
