@@ -47,9 +47,10 @@ def test_label_and_fingerprint_of_each_span_are_found(form, label):
         ['"', "]", "a\0b", "ü", "\\", "\\+"],
         ['chatcmpl-+older-kv["y"]-0a1b2c3d'],
         ["first", '+older-kv["', "+older-kv[]"],
+        ["+older-kv[", ", ", "+older-kv[", "]"],
         [str(n) for n in range(500)],
     ],
-    ids=["one", "signs", "like a text", "like parts of a text", "500"],
+    ids=["one", "signs", "like a text", "like parts of a text", "like its list", "500"],
 )
 @pytest.mark.parametrize("tag", [tag_of("step", ONE), "empty", f"two\nlines{ON_OLDER_KV}"])
 def test_request_of_a_batch_is_told_from_those_on_older_kv(tag, ids):

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 ON_OLDER_KV = "+older-kv"
 """End of the tag of tokens that were computed over KV of before the last commit."""
 _TAG = re.compile(rf"(.*?)(?:@([0-9a-f]{{32}}))?({re.escape(ON_OLDER_KV)})?", re.DOTALL)
+# Callers choose ids. A mark within an id begins no list of whole strings: from there to the end of
+# the text an odd number of quotes is not escaped.
 _ID = r'"(?:[^"\\]|\\.)*"'
 _BATCH = re.compile(rf"(.*){re.escape(ON_OLDER_KV)}(\[{_ID}(?:, {_ID})*\])", re.DOTALL)
 
@@ -54,11 +56,7 @@ def tag_of_batch(tag: str, on_older_kv: Sequence[str]) -> str:
         tag: Tag of the weights that computed it.
         on_older_kv: Ids of those requests in it that rest on older KV.
     """
-    if not on_older_kv:
-        return tag
-    # Callers choose ids: none has the text's own mark in it, so that the last mark is the text's.
-    ids = json.dumps(on_older_kv).replace("+", "\\u002b")
-    return f"{tag}{ON_OLDER_KV}{ids}"
+    return f"{tag}{ON_OLDER_KV}{json.dumps(on_older_kv)}" if on_older_kv else tag
 
 
 def tag_in_batch(text: str, request_id: str) -> str:
