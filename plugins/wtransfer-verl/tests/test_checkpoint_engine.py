@@ -283,7 +283,7 @@ def test_rank_that_is_late_to_a_gather_of_a_failed_round_finds_the_others_there(
             if number == 20:
                 # Beyond the deadline of the round, and then its length once more. All is read too
                 # if a slow machine lets the round succeed.
-                time.sleep(1.5)
+                time.sleep(4)
             yield item
 
     two.build()
