@@ -59,6 +59,15 @@ class TestOffloadingConnector(ConnectorConformance):
         return True
 
 
+@pytest.mark.slow  # the same connector as above
+class TestOffloadingConnectorOfLargerBlocks(TestOffloadingConnector):
+    options: ClassVar = {**TestOffloadingConnector.options, "block_size": 32}
+    saved_block_size = 32
+    expected_failures: ClassVar = {
+        "test_output_equals_reference[128]": "32 tokens are no whole number of such blocks"
+    }
+
+
 @pytest.mark.slow  # the random services show it each time
 class TestTieringOffloadingSpec(ConnectorConformance):
     """Over an arena over files: of the arena, only the instance that filled it has anything."""
