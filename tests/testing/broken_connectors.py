@@ -26,6 +26,8 @@ from wtransfer.testing.fakes import (
 BLOCK_SIZE = 16
 HANGS = {"deadline_s": 1.5}
 """Of rows that wait for their deadline."""
+SAVES_TOO_FEW = {"deadline_s": 4.0}
+"""Of rows whose look-ups are repeated for half of their deadline."""
 
 
 class Kit(ConnectorConformance):
@@ -90,7 +92,7 @@ class TestReportsNoLoads(MemoryWorker):
         return None, None
 
 
-@broken("test_something_is_loaded")
+@broken("test_something_is_loaded", **SAVES_TOO_FEW)
 class TestNeverMatches(MemoryScheduler):
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         return 0, False
@@ -173,6 +175,7 @@ SINGLE_RANK = (
     "test_all_that_was_saved_is_loaded[1]",
     says="of a prompt of 133 tokens 0 were loaded, and 128 can be",
     passes=("test_something_is_loaded", "test_chunked_prefill"),
+    **SAVES_TOO_FEW,
 )
 class TestDropsLastBlockOfEachStep(MemoryScheduler):
     def save(self, tracked, group=0):
@@ -186,6 +189,7 @@ class TestDropsLastBlockOfEachStep(MemoryScheduler):
     "test_all_that_was_saved_is_loaded[1]",
     says="of a prompt of 133 tokens 32 were loaded, and 128 can be",
     passes=("test_something_is_loaded", "test_chunked_prefill"),
+    **SAVES_TOO_FEW,
 )
 class TestNamesFirstTwoBlocks(MemoryScheduler):
     def named(self, request_id, fingerprint, group=0):
@@ -202,10 +206,46 @@ class TestNamesFirstTwoBlocks(MemoryScheduler):
     "test_all_that_was_saved_is_loaded[2]",
     says="of a prompt of 133 tokens 0 were loaded, and 128 can be",
     passes=(*SINGLE_RANK, "test_tensor_parallel_ranks[2]"),
+    **SAVES_TOO_FEW,
 )
 class TestSavesNothingWithTwoRanks(MemoryScheduler):
     def save(self, tracked, group=0):
         return None if self.instance.num_ranks > 1 else super().save(tracked, group)
+
+
+@broken(
+    passes=(
+        "test_something_is_loaded",
+        "test_all_that_was_saved_is_loaded[1]",
+        "test_all_that_was_saved_is_loaded[2]",
+        "test_groups_are_loaded_as_far_as_they_were_saved[1]",
+        "test_groups_are_loaded_as_far_as_they_were_saved[2]",
+        "test_window_blocks_are_saved_before_others_have_them",
+    )
+)
+class TestSavesBehindTheSteps(MemoryWorker):
+    """Not broken: keeps the copies of a step 20 steps later, as slow storage does."""
+
+    def __init__(self, config, kv_cache_config=None):
+        super().__init__(config, kv_cache_config)
+        self.num_steps, self.behind = 0, []
+
+    def keep(self, name, kept):
+        self.behind.append((self.num_steps + 20, name, kept))
+
+    def bind_connector_metadata(self, connector_metadata):
+        super().bind_connector_metadata(connector_metadata)
+        self.num_steps += 1
+        self.keep_until(self.num_steps)
+
+    def keep_until(self, step):
+        while self.behind and self.behind[0][0] <= step:
+            _, name, kept = self.behind.pop(0)
+            super().keep(name, kept)
+
+    def shutdown(self):
+        self.keep_until(self.num_steps + 20)
+        super().shutdown()
 
 
 # -- groups
@@ -226,8 +266,9 @@ class TestNamesNoGroups(MemoryScheduler):
 
 @broken(
     "test_groups_are_loaded_as_far_as_they_were_saved[2]",
-    says="(RequestNames.under(fingerprint, group=1)), or one group is left out.",
+    says="(KV cache group 0, window None) has other keys or values",
     passes=ONE_GROUP,
+    **SAVES_TOO_FEW,
 )
 class TestDropsSecondGroup(MemoryScheduler):
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
@@ -270,7 +311,7 @@ class TestLoadsWholeWindow(MemoryScheduler):
 
 @broken(
     "test_window_blocks_are_saved_before_others_have_them",
-    says="hold what is still read by the host's block pool (bind_gpu_block_pool)",
+    says="(KV cache group 0, window None) has other keys or values",
     passes=("test_output_equals_reference[16]", "test_chunked_prefill"),
 )
 class TestSavesAfterItsStep(MemoryWorker):
@@ -292,7 +333,11 @@ class TestSavesAfterItsStep(MemoryWorker):
         super().bind_connector_metadata(connector_metadata)
 
 
-@broken("test_groups_of_preempted_requests", passes=(*ONE_GROUP, "test_preempted_requests"))
+@broken(
+    "test_groups_of_preempted_requests",
+    says="other tokens than the reference: ",
+    passes=(*ONE_GROUP, "test_preempted_requests"),
+)
 class TestIgnoresPreemptionOfSecondGroup(MemoryScheduler):
     def save(self, tracked, group=0):
         if group == 1:

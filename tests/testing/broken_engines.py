@@ -72,7 +72,8 @@ TestStripsNames = broken("test_names_of_any_characters_arrive")(
 )
 TestMapsForReading = broken(
     "test_one_round_is_committed",
-    says="must be writable: map shared files with mmap.ACCESS_COPY or ACCESS_WRITE.",
+    says="buffer is not writable",
+    hints="must be writable: map shared files with mmap.ACCESS_COPY or ACCESS_WRITE.",
 )(per_tensor(lambda name, tensor: [(name, read_only(tensor))]))
 TestZeroesBigTensors = broken("test_one_big_tensor_arrives")(
     per_tensor(

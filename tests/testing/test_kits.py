@@ -1,8 +1,9 @@
 """Each kit catches backends that are broken in one way each, and passes the rest of them.
 
 The rows stand with the broken backends: each names the test of the kit that it is `caught_by`, with
-words that the failure `says`, and tests that it `passes`, as a kit that fails everything proves
-nothing. The kits run as an author would run them, in a process of their own.
+words that the failure `says` itself and others with which it `hints` at its usual cause, and tests
+that it `passes`, as a kit that fails everything proves nothing. The kits run as an author would run
+them, in a process of their own.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ NOT_CAUGHT = {
 
 
 def read_rows():
-    """Return class, test, outcome and words of every row, by kit."""
+    """Return class, test, outcome and words (the failure's own, its hint's) of rows, by kit."""
     rows = {}
     for kind in KITS:
         path = HERE / f"broken_{kind}.py"
@@ -56,10 +57,13 @@ def read_rows():
         rows[kind] = []
         for name, cls in broken.items():
             own = vars(cls)
-            rows[kind] += [(name, test, "passed", "") for test in own.get("passes", ())]
+            rows[kind] += [(name, test, "passed", ("", "")) for test in own.get("passes", ())]
             if own.get("caught_by"):
-                rows[kind].append((name, own["caught_by"], "failed", own.get("says", "")))
-            rows[kind] += [(name, test, "skipped", "") for test in own.get("expected_failures", ())]
+                words = own.get("says", ""), own.get("hints", "")
+                rows[kind].append((name, own["caught_by"], "failed", words))
+            rows[kind] += [
+                (name, test, "skipped", ("", "")) for test in own.get("expected_failures", ())
+            ]
     return rows
 
 
@@ -104,9 +108,12 @@ def test_outcome_of_a_broken_backend(outcomes, *, kind, backend, test, expected,
     outcome, reason = outcomes[f"broken_{kind}", backend, test]
     assert outcome == expected
     if expected == "failed":
-        assert "Usually this means that" in reason
-        said = " ".join(line.removeprefix("E").strip() for line in reason.splitlines())
-        assert words in said
+        # Of the error alone: the code beside it has the hint of the test, as every failure has.
+        errors = [line.removeprefix("E") for line in reason.splitlines() if line.startswith("E ")]
+        said, usually, hint = " ".join(map(str.strip, errors)).partition("Usually this means that")
+        assert usually
+        assert words[0] in said
+        assert words[1] in hint
 
 
 @pytest.mark.slow
