@@ -6,7 +6,9 @@ import importlib.util
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+# Beside these tests, the module by which vLLM's run Ray.
+OF_VLLM = Path(__file__).parents[2] / "wtransfer-vllm" / "tests" / "live"
+sys.path[:0] = [str(Path(__file__).parent), str(OF_VLLM)]
 
 NEEDED = ("wtransfer_verl", "verl", "ray")
 collect_ignore_glob = [] if all(map(importlib.util.find_spec, NEEDED)) else ["test_*.py"]

@@ -7,35 +7,23 @@ PLAN is JSON: ``syncs``, the fault of each sync (null, or name of one in `Sessio
 interface that there is.
 """
 
-import fcntl
 import json
 import os
 import socket
-import struct
 import sys
 import threading
 from pathlib import Path
 
 import ray
 import torch
+from ray_apart import LOOPBACK, started
 from stand_ins import FailingAdapter, HeldAdapter, Replica, TrainerWorker, weights_of
 from verl.checkpoint_engine import CheckpointEngineWorker
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.utils.import_utils import load_class_from_fqn
 from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 
-SIOCSIFFLAGS, IFF_UP = 0x8914, 1
-LOOPBACK = "127.0.0.1"
 NUM_TRAINERS, NUM_ROLLOUTS = 2, 3
-
-
-def raise_loopback():
-    """Make 127.0.0.1 work in a new network namespace, where nothing else is."""
-    interfaces = [name for _, name in socket.if_nameindex()]
-    if interfaces != ["lo"]:
-        raise SystemExit(f"not in a network namespace of its own: {interfaces}")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
-        fcntl.ioctl(line, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP))
 
 
 def group(size, actor_class, *args):
@@ -169,22 +157,10 @@ def num_gathered(worker):
 
 def main(folder, result, plan):
     plan = json.loads(plan)
-    raise_loopback()
-    ray.init(
-        address="local",
-        num_cpus=64,
-        include_dashboard=False,
-        object_store_memory=80 << 20,
-        log_to_driver=False,
-        _node_ip_address=LOOPBACK,
-        _temp_dir=folder,
-    )
-    try:
+    with started(folder, num_cpus=64):
         session = Session(**plan)
         said = [session.sync(step, fault) for step, fault in enumerate(plan["syncs"], start=1)]
         imported = session.imported()
-    finally:
-        ray.shutdown()
     Path(result).write_text(json.dumps({"syncs": said, "imported": imported}), "utf-8")
 
 

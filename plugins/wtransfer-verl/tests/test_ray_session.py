@@ -1,36 +1,17 @@
 """verl's manager, verl's rollout workers and trainer ranks as Ray actors, over several syncs."""
 
-import contextlib
 import json
 import os
 import random
 import re
-import secrets
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
-import time
 from pathlib import Path
 
 import pytest
+import ray_apart
 from stand_ins import FAILS_AT, NUM_TENSORS
 
 ROOT = Path(__file__).parents[3]
 SESSION = Path(__file__).parent / "ray_session.py"
-MARK = "WTRANSFER_RAY_TEST"
-# Ray's processes listen on every interface; so they get a network of their own with none.
-APART = ["unshare", "--map-root-user", "--net"]
-ENV = {
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    # Otherwise Ray writes a token into the home folder, and reports how it is used.
-    "RAY_AUTH_MODE": "token",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # A machine that others fill is no reason to end an actor.
-    "RAY_memory_monitor_refresh_ms": "0",
-}
 BREAKS = "serving engine fails"
 FAILS, DIES, WAS_KILLED, LATE = FAULTS = (
     "trainer fails",
@@ -40,51 +21,14 @@ FAILS, DIES, WAS_KILLED, LATE = FAULTS = (
 )
 
 
-def processes(mark):
-    """Return the processes that descend from the run with this mark."""
-    wanted = f"{MARK}={mark}".encode()
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-    return found
-
-
-def await_none(mark):
-    limit = time.monotonic() + 20
-    while processes(mark) and time.monotonic() < limit:
-        time.sleep(0.1)
-    return processes(mark)
-
-
 def run(result, timeout_s, **plan):
     """Return what came of each sync, the rooms that were imported, and the processes left."""
-    tried = subprocess.run([*APART, "true"], capture_output=True, text=True, check=False)
-    if tried.returncode:
-        assert "CI" not in os.environ, tried.stderr
-        pytest.skip(tried.stderr)
-    # Sockets lie in it, whose paths may have 107 bytes.
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    mark = f"{os.getpid()}-{time.monotonic_ns()}"
-    env = ENV | {"RAY_AUTH_TOKEN": secrets.token_hex(32), MARK: mark}
-    try:
-        done = subprocess.run(
-            [*APART, sys.executable, "-W", "ignore", SESSION, folder, result, json.dumps(plan)],
-            env={**os.environ, **env},
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-        left = await_none(mark)
-        assert done.returncode == 0, done.stderr[-4000:]
-        return json.loads(result.read_text("utf-8")) | {"left": left}
-    finally:
-        for pid in processes(mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(folder, ignore_errors=True)
+    if reason := ray_apart.why_not():
+        assert "CI" not in os.environ, reason
+        pytest.skip(reason)
+    arguments = (SESSION, result, json.dumps(plan))
+    _, left = ray_apart.run(*arguments, timeout_s=timeout_s, env={"PYTHONWARNINGS": "ignore"})
+    return json.loads(result.read_text("utf-8")) | {"left": left}
 
 
 @pytest.fixture(scope="module")
