@@ -20,6 +20,7 @@ from trl.experimental.online_dpo import OnlineDPOTrainer
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from wtransfer.errors import AuthenticationError, CommitError, PeerLostError, WTransferError
+from wtransfer.testing.fleet import committing
 from wtransfer.weight_sync.worker.target import StateDictTarget
 
 import wtransfer_trl
@@ -45,30 +46,20 @@ def shared_token(restored, monkeypatch):
 
 
 @contextmanager
-def committing(target, join=None):
+def working(target, join=None):
     """A worker which commits whenever it can."""
-    over = threading.Event()
-    with closing(wtransfer.WorkerSession(target, join=join, instance=str(join))) as session:
-
-        def commit():
-            while not over.is_set():
-                with contextlib.suppress(CommitError):
-                    session.commit_pending(0.02)
-
-        thread = threading.Thread(target=commit)
-        thread.start()
-        try:
-            yield session
-        finally:
-            over.set()
-            thread.join()
+    with (
+        closing(wtransfer.WorkerSession(target, join=join, instance=str(join))) as session,
+        committing(session),
+    ):
+        yield session
 
 
 @contextmanager
 def serving(tensors, listen="tcp:127.0.0.1:0"):
     """A worker behind HTTP."""
     with (
-        committing(tensors) as session,
+        working(tensors) as session,
         closing(wtransfer.WorkerServer(session, listen=listen)) as server,
     ):
         yield server
@@ -220,7 +211,7 @@ def test_next_update_brings_to_one_set_what_a_commit_has_left_on_two(on_error, c
     with (
         serving(served) as server,
         connected(server, on_error=on_error, listen=listen) as client,
-        committing(target, listen),
+        working(target, listen),
     ):
         push(client, tensors(1.0))
         # Late, it is brought up to date.
