@@ -246,9 +246,7 @@ class ConnectorConformance(ConformanceKit):
                 settings = msgspec.structs.replace(settings, model=HYBRID)
             return make_bed(settings)
 
-        config = self._settings(EngineConfig(), tmp_path).serving_config()
-        found: Any = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
-        if not found.supports_hma:
+        if not self._settings(EngineConfig(), tmp_path).connector_supports_hma:
             pytest.skip(ONE_GROUP)
         return make
 

@@ -135,6 +135,13 @@ class EngineConfig(msgspec.Struct, frozen=True):
         """True if the cache has several groups, or a window."""
         return self.model.windows != ModelShape().windows
 
+    @property
+    def connector_supports_hma(self) -> bool:
+        """True if the connector says that it moves several groups, and windows."""
+        config = self.serving_config().kv_transfer_config
+        found: Any = KVConnectorFactory.get_connector_class(config)
+        return bool(found.supports_hma)
+
     def serving_config(self, rank: int = 0) -> ServingConfig:
         """Return the configuration that the connector of the scheduler, or of a rank, is given."""
         return ServingConfig(
@@ -163,8 +170,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
         if self.connector is None:
             return None
         config = self.serving_config(rank)
-        found: Any = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
-        if self.is_hybrid and not found.supports_hma:
+        if self.is_hybrid and not self.connector_supports_hma:
             raise ConnectorOptionError(
                 f"this model's KV cache has {len(self.model.windows)} groups, with the windows "
                 f"{list(self.model.windows)}; {self.connector} moves one group without a window: "

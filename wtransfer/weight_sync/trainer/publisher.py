@@ -474,8 +474,8 @@ class Publisher:
             refusal = self._refusal
             raise NoWorkersError(
                 f"{', '.join(absent())} did not join within "
-                f"{self._rules.deadline_s:g} s, though asked to; "
-                + (f"a peer was refused: {refusal}" if refusal else "look at the workers' logs")
+                f"{self._rules.deadline_s:g} s, though asked to; look at the "
+                "workers' logs" + (f"; the last peer refused: {refusal}" if refusal else "")
             ) from refusal
 
     def _incomplete_hosts(self) -> list[Incomplete]:

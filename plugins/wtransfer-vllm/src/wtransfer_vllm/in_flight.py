@@ -77,7 +77,8 @@ def _cannot_keep(core: Any) -> str | None:
             "SharedStorageConnector or no connector"
         )
     manager = core.scheduler.kv_cache_manager
-    if any(each.block_pool is not manager.block_pool for each in _managers(manager)):
+    managers = manager.coordinator.single_type_managers
+    if any(each.block_pool is not manager.block_pool for each in managers):
         return (
             "this model keeps KV in a second pool of blocks (HiSparse), which gets its hashes "
             "after a request has ended: start vLLM without it"
@@ -92,10 +93,6 @@ def _has_rust_front_end() -> bool:
         return bool(envs.VLLM_USE_RUST_FRONTEND)
     except AttributeError:  # a release without it
         return False
-
-
-def _managers(manager: Any) -> Any:
-    return manager.coordinator.single_type_managers
 
 
 def is_mixed(request: Any) -> bool:
