@@ -227,9 +227,14 @@ def test_stream_that_hangs_does_not_hang_the_end_of_its_round(caplog):
             reader.start()
             assert is_in.wait(10)
 
+    with source.round(None, [("b", torch.zeros(2))]):
+        pass
     hang()
     assert "more than 0.1 s for one tensor" in caplog.text
     goes_on.set()
     reader.join(10)
+    # Nothing is remembered of a stream that was not read to its end, nor of the one before it.
+    with source.round(None, [("c", torch.zeros(3))]):
+        assert [each.name for each in source.metadata] == ["c"]
     with source.round([], []):
         assert list(source.iter_full()) == []
