@@ -1,8 +1,9 @@
-"""A test that fails beside others is run again alone; CI goes on only if it passes each time."""
+"""CI: a test that fails beside others is run alone; a package apart is tested if it has changed."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-ALONE = Path(__file__).parents[1] / ".ci" / "alone.py"
+CI = Path(__file__).parents[1] / ".ci"
+ALONE = CI / "alone.py"
 PYTEST = (sys.executable, "-m", "pytest")
 FAILING = """
 from pathlib import Path
@@ -86,3 +88,88 @@ def test_a_run_that_no_test_failed_is_not_repaired(gate):
     done, _ = gate([{"whole": "> 0"}])
     assert done.returncode == 1
     assert "no test did" in done.stderr
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A clone of a repository with what has landed, and a commit of ours in it."""
+    # As in the fixtures of git itself: no configuration of this machine's.
+    environ = {"PATH": os.environ["PATH"], "GIT_CONFIG_GLOBAL": "/dev/null"}
+    for role in ("AUTHOR", "COMMITTER"):
+        environ |= {f"GIT_{role}_NAME": "a", f"GIT_{role}_EMAIL": "a@localhost"}
+
+    class Clone:
+        folder = tmp_path / "clone"
+
+        def git(self, *command, folder=None):
+            command = ("git", *command)
+            subprocess.run(command, cwd=folder or self.folder, env=environ, check=True)
+
+        def change(self, path, folder=None):
+            file = (folder or self.folder) / path
+            file.parent.mkdir(exist_ok=True)
+            with file.open("a") as text:
+                text.write("more\n")
+            self.git("add", ".", folder=folder)
+            self.git("commit", "--quiet", "-m", path, folder=folder)
+
+        def differs(self, *paths, **more):
+            command = (".ci/differs", *paths)
+            done = subprocess.run(
+                command,
+                cwd=self.folder,
+                env=environ | more,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.stderr == ""
+            return done.returncode == 0
+
+    one, landed = Clone(), tmp_path / "landed"
+    landed.mkdir()
+    one.git("init", "--quiet", folder=landed)
+    shutil.copytree(CI, landed / ".ci")
+    for path in ("room/a", "ground.py", "top/b.py"):
+        one.change(path, folder=landed)
+    one.git("clone", "--quiet", str(landed), str(one.folder), folder=tmp_path)
+    return one
+
+
+def test_package_is_tested_if_it_differs_from_what_has_landed_by_any_of_several_commits(clone):
+    clone.change("room/a")
+    clone.change("top/b.py")
+    assert clone.differs("room")
+    assert clone.differs("ground.py", "top")
+    assert not clone.differs("ground.py", ":(glob)*.py")
+
+
+def test_package_is_tested_where_what_has_landed_is_not_known(clone):
+    assert clone.differs("room")
+    clone.change("top/b.py")
+    assert not clone.differs("room")
+    assert clone.differs("room", LANDED="no-such-commit")
+    clone.git("remote", "remove", "origin")
+    assert clone.differs("room")
+
+
+def test_package_is_tested_with_a_file_that_git_does_not_know_yet(clone):
+    clone.change("top/b.py")
+    (clone.folder / "room" / "new").write_text("new", "utf-8")
+    assert clone.differs("room")
+    assert not clone.differs("ground.py")
+
+
+def test_commit_that_has_landed_may_be_named(clone):
+    clone.change("room/a")
+    clone.change("top/b.py")
+    assert not clone.differs("room", LANDED="HEAD~1")
+    assert clone.differs("room", LANDED="HEAD~2")
+
+
+def test_path_that_is_misspelt_or_gone_is_no_reason_to_test_nothing(clone):
+    clone.change("top/b.py")
+    assert clone.differs("romo")
+    clone.git("rm", "--quiet", "ground.py")
+    clone.git("commit", "--quiet", "-m", "gone")
+    assert clone.differs(":(glob)*.py")

@@ -91,7 +91,7 @@ def model(cache):
     """A model that has written blocks 2, 0 and 1 in round 3."""
     made = StampModel()
     made.use(cache)
-    spans = [type("Span", (), {"start": 0, "tokens": [3], "block_ids": [2, 0, 1, 3]})]
+    spans = [type("Span", (), {"start": 0, "tokens": [3], "block_ids": ([2, 0, 1, 3],)})]
     made.forward(spans, cache, None, lambda _: None, lambda _: None)
     return made
 

@@ -12,9 +12,11 @@ from wtransfer.config import KVCacheConfig, ModelConfig, ParallelConfig
 from wtransfer.connectors.interface import KVConnectorOutput, KVConnectorRole
 from wtransfer.testing.mini_engine.contract import (
     CachedRequestData,
+    KVCacheBlocks,
     NewRequestData,
     Request,
     SchedulerOutput,
+    block_numbers,
 )
 from wtransfer.testing.mini_engine.serialize import deserialize, serialize
 
@@ -34,25 +36,19 @@ def step(new=(), cached=(), resumed=(), **more):
     """Return a step: requests, each with the tokens that are there, and those that are computed."""
     output = SchedulerOutput(**{name: set(each) for name, each in more.items()})
     for request, before, count in new:
-        blocks = _by_group(request.block_ids)
+        blocks = block_numbers(request.block_tables)
         output.scheduled_new_reqs.append(
             NewRequestData(request.request_id, request.prompt_token_ids, blocks, before)
         )
         output.num_scheduled_tokens[request.request_id] = count
     data = output.scheduled_cached_reqs = CachedRequestData(resumed_req_ids=set(resumed))
     for request, before, count in cached:
-        blocks = _by_group(request.block_ids) if request.request_id in resumed else None
+        blocks = block_numbers(request.block_tables) if request.request_id in resumed else None
         data.req_ids.append(request.request_id)
         data.new_block_ids.append(blocks)
         data.num_computed_tokens.append(before)
         output.num_scheduled_tokens[request.request_id] = count
     return output
-
-
-def _by_group(block_ids):
-    """Return blocks by group; those of one group may be given as they are."""
-    groups = block_ids if isinstance(block_ids, tuple) else (block_ids,)
-    return tuple(map(list, groups))
 
 
 class Sides:
@@ -120,8 +116,8 @@ class Sides:
         return self.scheduler.get_num_new_matched_tokens(request, num_computed)
 
     def allocate(self, request, blocks, num_external=0):
-        request.block_ids = blocks if isinstance(blocks, tuple) else list(blocks)
-        held = SimpleNamespace(get_block_ids=lambda: _by_group(blocks))
+        request.block_tables = list(map(list, blocks if isinstance(blocks, tuple) else (blocks,)))
+        held = KVCacheBlocks(block_numbers(request.block_tables))
         self.scheduler.update_state_after_alloc(request, held, num_external)
 
     def begin(self, request, blocks=range(8)):

@@ -301,9 +301,9 @@ def test_only_the_last_hit_loads():
     made.get_num_new_matched_tokens(REQUEST, 0)
     subs[0].answers["get_num_new_matched_tokens"] = miss
     made.get_num_new_matched_tokens(REQUEST, 0)
-    made.update_state_after_alloc(REQUEST, Blocks([1, 2]), 8)
+    made.update_state_after_alloc(REQUEST, Blocks(([1, 2],)), 8)
     # The host has found the blocks elsewhere, or gives the others to a request that is loaded.
-    made.update_state_after_alloc(REQUEST, Blocks([1, 2]), 0)
+    made.update_state_after_alloc(REQUEST, Blocks(([1, 2],)), 0)
     heard = [[args[-1] for args in each.heard("update_state_after_alloc")] for each in subs]
     assert heard == [[0, 0], [8, 0], [0, 0]]
 
@@ -330,7 +330,7 @@ def test_failed_statistics_do_not_hide_those_of_others():
 TO_ALL = {
     SCHEDULER: {
         "on_new_request": (REQUEST,),
-        "update_state_after_alloc": (REQUEST, Blocks([1]), 0),
+        "update_state_after_alloc": (REQUEST, Blocks(([1],)), 0),
         "build_connector_meta": (SchedulerOutput(),),
         "update_connector_output": (KVConnectorOutput(),),
         "request_finished": (REQUEST, [1]),
@@ -462,7 +462,7 @@ class Pair:
 
     def load(self):
         num_tokens, _ = self.scheduler.get_num_new_matched_tokens(REQUEST, 0)
-        self.scheduler.update_state_after_alloc(REQUEST, Blocks([1, 2]), num_tokens)
+        self.scheduler.update_state_after_alloc(REQUEST, Blocks(([1, 2],)), num_tokens)
 
     def received(self):
         self.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"r"}))

@@ -181,9 +181,11 @@ def live_many(tmp_path, host, drawn, connector, seeds):
     assert min(total.values()) > 0, total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("connector", CONNECTORS)
 def test_every_answer_is_right_under_random_events(tmp_path, host, drawn, connector):
-    live_many(tmp_path, host, drawn, connector, range(2))
+    # Each of these has loads that fail, under every connector and however fast blocks are written.
+    live_many(tmp_path, host, drawn, connector, (0, 5))
 
 
 @pytest.mark.nightly

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,3 +79,74 @@ def test_worker_process_keeps_its_weights_where_no_base_was_given(worker):
     with publisher, pytest.raises(SchemaError, match=r"layer\.weight: wanted float8_e4m3fn"):
         publisher.publish("step-1")
     assert held(worker) == {name: digest(each) for name, each in quantised(trained(0)).items()}
+
+
+INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {
+        "group_0": {
+            "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+            "input_activations": {"num_bits": 8, "type": "int", "dynamic": True},
+        }
+    },
+}
+TRAINER = """
+import json, pathlib, sys
+import torch
+from wtransfer import Publisher
+
+folder, url, token, num_layers, size = sys.argv[1:]
+shape = (int(size), int(size))
+model = {
+    f"layer.{number}.weight": torch.empty(shape, dtype=torch.bfloat16).normal_()
+    for number in range(int(num_layers))
+}
+base, peaks = f"{folder}/checkpoint", []
+with Publisher(model, base=base, hosts=[url], host_token=token) as publisher:
+    for number in range(3):
+        publisher.publish(f"step-{number}").raise_unless_ok()
+        lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+        (line,) = [line for line in lines if line.startswith("VmHWM:")]
+        peaks.append(int(line.split()[1]) * 1024)
+print(json.dumps([sum(each.nbytes for each in model.values()), peaks]))
+"""
+
+
+def peaks_of(zygote, folder, num_layers, size):
+    """Publish from a process; return bytes of model and set, and peak memory after each round."""
+    checkpoint, kept = folder / "checkpoint", {}
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.json").write_text(json.dumps({"quantization_config": INT8}))
+    for number in range(num_layers):
+        kept[f"layer.{number}.weight"] = torch.zeros(size, size, dtype=torch.int8)
+        kept[f"layer.{number}.weight_scale"] = torch.ones(size, 1, dtype=torch.bfloat16)
+    save_file(kept, checkpoint / "model.safetensors")
+    worker = WorkerProcess(zygote, folder)
+    try:
+        worker.until_ready()
+        told = [folder, worker.url, worker.token, num_layers, size]
+        ran = subprocess.run(
+            [sys.executable, "-c", TRAINER, *map(str, told)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+    finally:
+        worker.end()
+    assert ran.returncode == 0, ran.stderr
+    model_nbytes, peaks = json.loads(ran.stdout)
+    return model_nbytes, sum(each.nbytes for each in kept.values()), peaks
+
+
+@pytest.mark.slow
+def test_large_trainer_needs_one_and_a_tenth_of_the_set_beside_its_model(zygote, tmp_path):
+    """From the second round on with one set more: the segment that workers compute from stays."""
+    _, _, small = peaks_of(zygote, tmp_path / "small", 4, 64)
+    model, whole, large = peaks_of(zygote, tmp_path / "large", 8, 5792)
+    assert model > 500 << 20
+    more = [(peak - before - model) / whole for before, peak in zip(small, large, strict=True)]
+    for found, num_sets in zip(more, (1, 2, 2), strict=True):
+        # At least so much: the peak is that of the process with the segments.
+        assert num_sets <= found <= num_sets + 0.1, more

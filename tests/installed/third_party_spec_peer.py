@@ -24,6 +24,7 @@ from wtransfer.testing.mini_engine.contract import (
     NewRequestData,
     Request,
     SchedulerOutput,
+    block_numbers,
 )
 from wtransfer.weight_version import process_weights
 
@@ -59,15 +60,17 @@ def ask(name):
 
 
 def allocate(request, block, num_found=0):
-    request.block_ids = [block, 0]
-    blocks = KVCacheBlocks(request.block_ids)
+    request.block_tables = [[block, 0]]
+    blocks = KVCacheBlocks(([block, 0],))
     scheduler.update_state_after_alloc(request, blocks, num_found)
 
 
 def plan(*new):
     output = SchedulerOutput(scheduled_cached_reqs=CachedRequestData())
     for each in new:
-        data = NewRequestData(each.request_id, each.prompt_token_ids, (each.block_ids,), 0)
+        data = NewRequestData(
+            each.request_id, each.prompt_token_ids, block_numbers(each.block_tables), 0
+        )
         output.scheduled_new_reqs.append(data)
         output.num_scheduled_tokens[each.request_id] = 5
     return scheduler.build_connector_meta(output)

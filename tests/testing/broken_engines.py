@@ -70,9 +70,11 @@ TestWidensHalfFloats = broken(
 TestStripsNames = broken("test_names_of_any_characters_arrive")(
     per_tensor(lambda name, tensor: [(name.rpartition("/")[2], tensor)])
 )
-TestMapsForReading = broken("test_one_round_is_committed")(
-    per_tensor(lambda name, tensor: [(name, read_only(tensor))])
-)
+TestMapsForReading = broken(
+    "test_one_round_is_committed",
+    says="buffer is not writable",
+    hints="must be writable: map shared files with mmap.ACCESS_COPY or ACCESS_WRITE.",
+)(per_tensor(lambda name, tensor: [(name, read_only(tensor))]))
 TestZeroesBigTensors = broken("test_one_big_tensor_arrives")(
     per_tensor(
         lambda name, tensor: [(name, tensor if tensor.nbytes < 2**24 else tensor.clone().zero_())]
@@ -178,7 +180,10 @@ class TestStaysBrokenAfterFault(MemoryEngine):
             raise
 
 
-@broken("test_a_round_that_fails_on_one_worker_changes_none[0]")
+@broken(
+    "test_a_round_that_fails_on_one_worker_changes_none[0]",
+    says="the round must end with that error, and it was committed",
+)
 class TestSwallowsErrors(MemoryEngine):
     def receive_weights(self, update_info, load_weights):
         def load(pairs):
@@ -233,7 +238,7 @@ class TestLeaksThread(MemoryEngine):
 KEPT_OPEN = []
 
 
-@broken("test_shutdown_leaves_nothing")
+@broken("test_shutdown_leaves_nothing", says="these are left: 2 x descriptor of /dev/null")
 class TestLeaksFile(MemoryEngine):
     def init_transfer_engine(self, init_info):
         super().init_transfer_engine(init_info)

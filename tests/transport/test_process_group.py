@@ -290,6 +290,7 @@ def test_memory_of_a_broken_broadcast_is_used_again_only_once_gloo_has_ended(
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_broken_groups_are_bounded_and_waited_for(make_rank, broken_in_midst):
     receiver, peer = make_rank(), make_rank()
     meeting = peer.ask("host")

@@ -367,7 +367,7 @@ class StampModel:
         """Write the whole blocks of prompts that begin; then call the connector for every layer."""
         for span in spans:
             if not span.start:
-                for mark, page in self._pages(span.tokens[0], span.block_ids[:-1]):
+                for mark, page in self._pages(span.tokens[0], span.block_ids[0][:-1]):
                     np.bitwise_xor(self._base, mark, out=page)
         for layer in range(NUM_LAYERS):
             before_layer(layer)

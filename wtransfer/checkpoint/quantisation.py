@@ -375,14 +375,16 @@ def _largest(weight: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     is_one = scheme.block == (None, None)
     height = 1 if is_one else height
     step = max(1, _num_rows(weight) // height) * height
-    found = []
+    # Made at once: results of the parts, kept one by one amid larger memory that comes and goes,
+    # would keep the allocator from using that again, and all of it has the size of the weight.
+    largest = weight.new_empty(-(-weight.shape[0] // height), -(-weight.shape[1] // width))
     for first in range(0, weight.shape[0], step):
         part = weight[first : first + step].abs()
         cut = (0, -part.shape[1] % width, 0, -part.shape[0] % height)
         part = torch.nn.functional.pad(part, cut)
         blocks = part.reshape(part.shape[0] // height, height, part.shape[1] // width, width)
-        found.append(blocks.amax((1, 3)))
-    largest = torch.cat(found)
+        begin = first // height
+        largest[begin : begin + len(blocks)] = blocks.amax((1, 3))
     return largest.amax().reshape(1, 1) if is_one else largest
 
 

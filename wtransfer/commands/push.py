@@ -270,9 +270,9 @@ def typed_options(engine: str, info_cls: Any, pairs: Sequence[str]) -> dict[str,
 
 
 def _transfer(publisher: Publisher, order: _Order, outcome: _Outcome) -> None:
-    begin = publisher.publish if order.rollback is None else publisher.rollback
     from wtransfer.weight_sync.trainer.progress_display import watch
 
+    begin = publisher.publish if order.rollback is None else publisher.rollback
     round_ = begin(order.version, wait=False, dry_run=order.dry_run)
     try:
         watch(round_, progress=not order.as_json)

@@ -14,7 +14,8 @@ Subclass it in a test module of your own::
 
 The connector is served by the mini engine: a real scheduler, a small model whose keys and values
 have the same bits whether they were computed or loaded, and metadata that travels as plain data.
-Tests cannot be overridden; state the tests that the connector may fail, each with its reason::
+One that says ``supports_hma`` also serves a model with two KV cache groups, of which one has a
+window. Tests cannot be overridden; state the tests that it may fail, each with its reason::
 
         expected_failures = {"test_something_is_loaded": "it only ever saves"}
 """
@@ -59,7 +60,12 @@ from wtransfer.testing.kit import (
 )
 from wtransfer.testing.leftovers import Leftovers
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig, Limits, ModelShape
-from wtransfer.testing.mini_engine.contract import OVER, SchedulerOutput
+from wtransfer.testing.mini_engine.contract import (
+    NULL_BLOCK,
+    OVER,
+    SchedulerOutput,
+    block_numbers,
+)
 from wtransfer.testing.mini_engine.engine import LocalExecutor, MiniEngine
 from wtransfer.testing.mini_engine.instance import MODULES, Instance
 from wtransfer.testing.mini_engine.model import LocalWeights
@@ -90,6 +96,8 @@ SIX_HEADS = ModelShape(width=96, num_heads=6, num_kv_heads=6)
 """A model that two or three ranks can share."""
 CHUNKED = EngineConfig(limits=Limits(max_num_batched_tokens=24))
 """Settings by which a prompt is computed in several steps."""
+HYBRID = ModelShape(num_layers=3, width=32, num_heads=2, num_kv_heads=1, windows=(None, 24))
+"""A model with two KV cache groups: two layers see all tokens, and one the last 24."""
 METADATA_METHODS = ("build_connector_meta", "build_connector_worker_meta")
 CHANGES = {"there": (1,), "there and back": (1, 0)}
 """Seeds from which the weights are drawn, one after the other."""
@@ -124,6 +132,12 @@ NOT_DAMAGED = (
     "connector has saved, for example of each file in bed.folder, and return True"
 )
 """Reason of a skipped test."""
+ONE_GROUP = (
+    "NOT TESTED with two KV cache groups: the connector does not say supports_hma, so hosts refuse "
+    "it for models with sliding windows. Keep the blocks of each group, as the guide to connectors "
+    "says below its example, and write `supports_hma = True` in the class"
+)
+"""Reason of a skipped test."""
 
 _STORE_S = 0.5
 
@@ -148,6 +162,9 @@ class ConnectorConformance(ConformanceKit):
     """Bound on every wait, in seconds; also on how long unclaimed blocks are held."""
     ends_within_s: ClassVar[float] = 5.0
     """Bound on a shutdown while work is running, and on its leftovers, in seconds."""
+    saved_block_size: ClassVar[int] = BLOCK_SIZE
+    """Tokens of a block that the connector saves, a multiple of the host's 16: fewer tokens at the
+    end of a prefix are not expected to be loaded."""
     module_path: ClassVar[str | None] = None
     """Module of a connector whose name is registered nowhere."""
     in_processes: ClassVar[bool] = True
@@ -220,6 +237,20 @@ class ConnectorConformance(ConformanceKit):
             beds.pop().close()
 
     @pytest.fixture
+    def make_hybrid_bed(self, make_bed: MakeBed, tmp_path: Path) -> MakeBed:
+        """Make test beds whose model has two KV cache groups, or other models with windows."""
+
+        def make(settings: EngineConfig | None = None) -> ConnectorTestBed:
+            settings = settings or EngineConfig()
+            if not settings.is_hybrid:
+                settings = msgspec.structs.replace(settings, model=HYBRID)
+            return make_bed(settings)
+
+        if not self._settings(EngineConfig(), tmp_path).connector_supports_hma:
+            pytest.skip(ONE_GROUP)
+        return make
+
+    @pytest.fixture
     def bed(self, make_bed: MakeBed) -> ConnectorTestBed:
         """Make a test bed of the default size."""
         return make_bed()
@@ -264,6 +295,7 @@ class ConnectorConformance(ConformanceKit):
             folder=folder,
             prefill_params=self.prefill_params if self.kind == "transfer" else None,
             deadline_s=self.deadline_s,
+            saved_block_size=self.saved_block_size,
         )
 
     def _has_consumer(self) -> bool:
@@ -295,14 +327,15 @@ class ConnectorConformance(ConformanceKit):
             bed.transfer(prompt)
 
     @usually(
-        "save and look-up name blocks differently, or that get_num_new_matched_tokens() looks "
-        "in another place than the workers save to"
+        "save and look-up name blocks differently, that get_num_new_matched_tokens() looks in "
+        "another place than the workers save to, or that it takes half of deadline_s until a "
+        "block is saved"
     )
     def test_something_is_loaded(self, bed: ConnectorTestBed) -> None:
         """Each prompt that was saved is loaded."""
         for prompt in some_prompts(2):
             before = bed.num_loaded
-            bed.transfer(prompt)
+            bed.transfer(prompt, expected=1)
             assert bed.num_loaded > before
 
     @usually(
@@ -333,6 +366,40 @@ class ConnectorConformance(ConformanceKit):
         for prompt in some_prompts(2):
             bed.transfer(prompt)
 
+    @usually(
+        "a step leaves out a block that it fills, as the last one or all that follow the first "
+        "ones, that a look-up asks for too few, that ranks wait for a notice of one of them, that "
+        "saves last longer than half of deadline_s, or that blocks are larger than the host's, "
+        "which the kit does not know: state their tokens in saved_block_size"
+    )
+    @pytest.mark.parametrize("num_ranks", [1, 2])
+    def test_all_that_was_saved_is_loaded(self, make_bed: MakeBed, num_ranks: int) -> None:
+        """The tokens loaded are those of all whole blocks before the last token, block by block.
+
+        A connector that saves larger blocks than the host's states `saved_block_size`. One that
+        saves behind the steps has half of `deadline_s` until a look-up finds what was saved.
+        """
+        settings = EngineConfig(model=SIX_HEADS, num_ranks=num_ranks, limits=CHUNKED.limits)
+        self._check_gain(make_bed, settings)
+
+    def _check_gain(self, make_bed: MakeBed, settings: EngineConfig) -> None:
+        """Compare the tokens loaded of prompts that share a prefix with those that can be."""
+        bed, long = make_bed(settings), _some_tokens(133)
+        bed.check_gains(long, bed.produce(long))
+        if self.kind == "transfer":
+            # The last token is always computed, and with it its block.
+            bed.check_gain(long[:128], 112, bed.produce(long[:128]))
+            return
+        bed.check_gain(long[:128], 112)
+        branch = [*long[:85], *_some_tokens(35, seed=1)]
+        bed.check_gain(branch, 80)
+        bed.check_gain(branch, 112)
+        if self.is_shared:
+            bed.close()
+            bed = make_bed(settings)
+            bed.check_gain(branch, 112)
+            bed.check_gains(long)
+
     @usually("the scheduler's side keeps one load or one request, where a step has several")
     def test_concurrent_requests(self, bed: ConnectorTestBed) -> None:
         """More requests than run at once, some of them with equal prompts."""
@@ -356,13 +423,17 @@ class ConnectorConformance(ConformanceKit):
     )
     def test_preempted_requests(self, make_bed: MakeBed) -> None:
         """Blocks of a preempted request are given to others while the connector works on them."""
-        # Requests begin with two blocks each and end with three. The first request that needs a
-        # third block preempts the last one, in the middle of a block.
+        self._preempt(make_bed)
+
+    def _preempt(self, make_bed: MakeBed, num_groups: int = 1) -> None:
+        """Produce and consume prompts side by side, more than there is room for."""
+        # Requests begin with two blocks of each group, and end with more. The first that needs a
+        # third one preempts the last request, in the middle of a block.
         prompts = [
             prompt[: 2 * BLOCK_SIZE - 5 - 2 * number]
             for number, prompt in enumerate(some_prompts(6))
         ]
-        cache = CacheShape(BLOCK_SIZE, 2 * len(prompts) + 1)
+        cache = CacheShape(BLOCK_SIZE, num_groups * (2 * len(prompts) + 1))
         bed = make_bed(EngineConfig(cache=cache, limits=Limits(max_num_batched_tokens=40)))
         produced = [bed.submit_to_producer(prompt) for prompt in prompts]
         bed.run(*produced)
@@ -402,6 +473,110 @@ class ConnectorConformance(ConformanceKit):
         bed = make_bed(EngineConfig(model=SIX_HEADS, num_ranks=num_ranks))
         for prompt in some_prompts(2):
             bed.transfer(prompt)
+
+    # -- two KV cache groups: layers that see all tokens, and layers with a window
+
+    @usually(
+        "a group has no blocks of its own in the connector: names do not end in the number of the "
+        "group (RequestNames.under(fingerprint, group=1)), or one group is left out"
+    )
+    @pytest.mark.parametrize("num_ranks", [1, 2])
+    def test_groups_are_loaded_as_far_as_they_were_saved(
+        self, make_hybrid_bed: MakeBed, num_ranks: int
+    ) -> None:
+        """Each group has its own blocks; a prefix counts where all groups have what it needs."""
+        model = msgspec.structs.replace(SIX_HEADS, num_layers=3, windows=HYBRID.windows)
+        settings = EngineConfig(model=model, num_ranks=num_ranks, limits=CHUNKED.limits)
+        self._check_gain(make_hybrid_bed, settings)
+
+    @usually(
+        "a load begins with the first block of a window; it begins with the block that "
+        "wtransfer.kv.groups.first_needed() returns, as the host has no blocks for those before"
+    )
+    @pytest.mark.parametrize("num_cached", [0, 1, 4])
+    def test_window_loads_its_last_blocks_only(
+        self, make_hybrid_bed: MakeBed, num_cached: int
+    ) -> None:
+        """All other blocks keep their bytes, also that whose number stands for passed blocks."""
+        bed, prompt = make_hybrid_bed(), _some_tokens(133)
+        params = bed.produce(prompt)
+        bed.consumer.clear_cache()
+        if num_cached:
+            bed.run(bed.consumer.submit([*prompt[: num_cached * BLOCK_SIZE], 1], 1))
+        before = [[layer.clone() for layer in cache.layers] for cache in bed.consumer.caches]
+        # So few tokens are computed that the window passes no loaded block.
+        request = bed.submit_to_consumer(prompt, params, 1)
+        bed.run(request)
+        bed.consumer.check(request)
+        for cache, layers in zip(bed.consumer.caches, before, strict=True):
+            for layer, expected in zip(cache.layers, layers, strict=True):
+                expected[request.block_ids] = layer[request.block_ids]
+                assert layer[NULL_BLOCK].equal(expected[NULL_BLOCK]), (
+                    f"block {NULL_BLOCK} was written, whose number stands for blocks that the "
+                    "window has passed"
+                )
+                assert layer.equal(expected), f"others than {request.block_ids} were written"
+
+    @usually(
+        "a block of a window is read after the next step was planned, by which time it may be "
+        "others'; hold what is still read by the host's block pool (bind_gpu_block_pool) until it "
+        "is stored"
+    )
+    def test_window_blocks_are_saved_before_others_have_them(
+        self, make_hybrid_bed: MakeBed
+    ) -> None:
+        """Blocks that are free once a step is planned are overwritten before it is executed."""
+        # A step fills more blocks than the window needs, so the next one releases some of them.
+        limits = Limits(max_num_batched_tokens=64)
+        bed, prompt = make_hybrid_bed(EngineConfig(limits=limits)), _some_tokens(133)
+        producer, num_passed = bed.producer, 0
+        request = bed.submit_to_producer(prompt)
+        deadline = Deadline(bed.deadline_s)
+        while request.state not in OVER:
+            plan = producer.scheduler.plan()
+            num_passed = sum(table.count(None) for table in request.block_tables)
+            producer.clear_cache()
+            producer.execute(plan)
+            deadline.check("a request of this test")
+        assert num_passed > 1, "the window has passed no block"
+        bed.run(request)
+        producer.check_output(request)
+        bed.check_gains(prompt, bed.params_of(request))
+        bed.drain()
+
+    @usually(
+        "the block tables of one group only are begun anew for a request that is resumed, or that "
+        "a request has a load of one group only"
+    )
+    def test_groups_of_preempted_requests(self, make_hybrid_bed: MakeBed) -> None:
+        """Requests lose their blocks, of both groups, and begin anew in others."""
+        self._preempt(make_hybrid_bed, num_groups=2)
+
+    @usually(
+        "a block of one group has no checksum, or that a request goes on of which a load has "
+        "failed: name all blocks of it that could not be loaded"
+    )
+    @pytest.mark.parametrize(
+        "windows", [HYBRID.windows, HYBRID.windows[1:]], ids=["two groups", "a window"]
+    )
+    def test_damaged_blocks_of_groups_are_a_miss(
+        self, make_hybrid_bed: MakeBed, windows: tuple[int | None, ...]
+    ) -> None:
+        """A request with a damaged block of any group begins anew. Needs `damage`."""
+        model = msgspec.structs.replace(HYBRID, windows=windows)
+        bed, prompt = make_hybrid_bed(EngineConfig(model=model)), _some_tokens(133)
+        params = bed.produce(prompt)
+        if not self.damage(bed):
+            pytest.skip(NOT_DAMAGED)
+        before = bed.num_loaded
+        bed.consume(prompt, params)
+        loaded, whole = bed.num_loaded - before, 128
+        assert loaded < whole, "damage() has damaged no block that was loaded"
+        assert bed.consumer.received() == [bed.consumer.loads()]
+        if self.kind == "store":
+            bed.consume(prompt)
+            bed.check_gain(prompt, whole)
+        bed.drain()
 
     # -- one side and the other
 
@@ -819,7 +994,7 @@ class ConnectorConformance(ConformanceKit):
         for prompt in prompts if self.kind == "store" else ():
             bed.transfer(prompt)
             before = bed.num_loaded
-            bed.transfer(prompt)
+            bed.transfer(prompt, expected=1)
             assert bed.num_loaded > before, "the damaged blocks were not replaced"
         bed.drain()
 
@@ -1291,19 +1466,28 @@ class RecordedInstance(MiniEngine):
 
         Its blocks must not have been reused: no other request was served since.
         """
-        self.check_output(request)
-        known = request.num_tokens - 1
-        table = torch.tensor(request.block_ids)
+        known, windows = request.num_tokens - 1, self.config.model.windows
         for layer, pages in enumerate(self._reference(request).pages):
+            group = self.config.model.group_of(layer)
+            # Of a window the blocks are compared that it has not passed.
+            first = request.block_tables[group].count(None) * self.config.cache.block_size
+            table = torch.tensor(block_numbers(request.block_tables)[group])
             got = [cache.read(layer, table, known, known) for cache in self.caches]
-            assert torch.cat(got, dim=1).equal(pages), f"layer {layer} has other keys or values"
+            where = f" (KV cache group {group}, window {windows[group]})" * self.config.is_hybrid
+            assert torch.cat(got, dim=1)[:, :, first:].equal(pages[:, :, first:]), (
+                f"layer {layer}{where} has other keys or values"
+            )
+        self.check_output(request)
 
     def check_output(self, request: Request) -> None:
         """Compare the output of an ended request with the reference output."""
-        assert request.state == "finished", f"{request.state}: {request.error}"
-        assert request.output == self._reference(request).output
+        expected = self._reference(request).output
+        assert request.output == expected, (
+            f"other tokens than the reference: {request.output}, not {expected}"
+        )
 
     def _reference(self, request: Request) -> Reference:
+        assert request.state == "finished", f"{request.state}: {request.error}"
         prompt, num_new = request.prompt_token_ids, request.max_new_tokens
         return reference_output(prompt, num_new, self._weights.seed, self.config.model)
 
@@ -1365,6 +1549,7 @@ class ConnectorTestBed:
         prefill_params: ``kv_transfer_params`` of a request whose KV cache another instance
             consumes; None: the connector is a store, and requests have none.
         deadline_s: Bound on every wait, in seconds.
+        saved_block_size: Tokens of a block that the connector saves.
     """
 
     def __init__(
@@ -1376,6 +1561,7 @@ class ConnectorTestBed:
         folder: Path,
         prefill_params: dict[str, Any] | None,
         deadline_s: float,
+        saved_block_size: int = BLOCK_SIZE,
     ) -> None:
         self.producer = producer
         self.consumer = consumer
@@ -1383,6 +1569,7 @@ class ConnectorTestBed:
         self.folder = folder
         self.prefill_params = prefill_params
         self.deadline_s = deadline_s
+        self.saved_block_size = saved_block_size
 
     @property
     def instances(self) -> list[RecordedInstance]:
@@ -1399,9 +1586,14 @@ class ConnectorTestBed:
         """Tokens that the consumer has loaded."""
         return self.consumer.counts["tokens_loaded"]
 
-    def transfer(self, prompt: list[int]) -> Request:
-        """Produce and consume the KV cache of a prompt, and return the consumer's request."""
-        return self.consume(prompt, self.produce(prompt))
+    def transfer(self, prompt: list[int], expected: int = 0) -> Request:
+        """Produce and consume the KV cache of a prompt, and return the consumer's request.
+
+        Args:
+            prompt: The prompt.
+            expected: See `consume`.
+        """
+        return self.consume(prompt, self.produce(prompt), expected)
 
     def produce(self, prompt: list[int]) -> dict[str, Any] | None:
         """Serve a prompt on the producer, check it, and return the consumer's parameters."""
@@ -1410,17 +1602,60 @@ class ConnectorTestBed:
         self.producer.check(request)
         return self.params_of(request)
 
-    def consume(self, prompt: list[int], params: dict[str, Any] | None = None) -> Request:
+    def consume(
+        self, prompt: list[int], params: dict[str, Any] | None = None, expected: int = 0
+    ) -> Request:
         """Serve a prompt on the consumer, and check it.
 
         The prefix cache of each instance is emptied first, as if others had taken its free blocks.
+
+        Args:
+            prompt: The prompt.
+            params: The request's ``kv_transfer_params``.
+            expected: Tokens that have been saved, perhaps behind the steps. The look-up is repeated
+                until it finds them, for half of `deadline_s`. No step computes the prompt
+                meanwhile, which would save what the connector has failed to save.
         """
         for instance in self.instances:
             instance.clear_cache()
         request = self.submit_to_consumer(prompt, params)
+        # The other half is for serving the request.
+        deadline = Deadline(self.deadline_s / 2)
+
+        def repeat(own: Any, request: Request, num_computed: int) -> Any:
+            found, is_async = own(request, num_computed)
+            if found is None or num_computed + found >= expected or deadline.expired:
+                return found, is_async
+            # "Ask again", as of a connector that does not know yet.
+            return None, False
+
+        instead = self.consumer.scheduler_side.instead
+        if expected:
+            instead["get_num_new_matched_tokens"] = repeat
         self.run(request)
+        if expected:
+            del instead["get_num_new_matched_tokens"]
         self.consumer.check(request)
         return request
+
+    def check_gain(
+        self, prompt: list[int], can_be: int, params: dict[str, Any] | None = None
+    ) -> None:
+        """Consume a prompt, and compare the tokens loaded with those that can be."""
+        can_be -= can_be % self.saved_block_size
+        before = self.num_loaded
+        self.consume(prompt, params, can_be)
+        loaded = self.num_loaded - before
+        assert loaded == can_be, (
+            f"of a prompt of {len(prompt)} tokens {loaded} were loaded, and {can_be} can be"
+        )
+
+    def check_gains(self, prompt: list[int], params: dict[str, Any] | None = None) -> None:
+        """Check the gain of a prompt and, in a store, of each of its block-aligned prefixes."""
+        most = (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        self.check_gain(prompt, most, params)
+        for end in range(BLOCK_SIZE, most, BLOCK_SIZE) if self.prefill_params is None else ():
+            self.check_gain(prompt[: end + 1], end)
 
     def submit_to_producer(self, prompt: list[int]) -> Request:
         """Submit a prompt to the producer."""
@@ -1493,6 +1728,11 @@ def _check_answer(prompt: list[int], answer: Answer, seed: int = 0) -> None:
     assert answer.state == "finished", answer.error
     expected = reference_output(prompt, len(answer.tokens), seed, SIX_HEADS).output
     assert answer.tokens == expected
+
+
+def _some_tokens(count: int, seed: int = 0) -> list[int]:
+    drawn = random.Random(11 + seed)  # noqa: S311  # no secret
+    return [drawn.randrange(ModelShape().vocabulary) for _ in range(count)]
 
 
 # -- metadata

@@ -6,7 +6,6 @@ your kind to test a kit; what a backend is begun from is in `wtransfer.scaffold`
 
 from __future__ import annotations
 
-import itertools
 import secrets
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
+from wtransfer.config import KVCacheGroup, cache_groups
 from wtransfer.connectors.fenced import WeightHandshake, WeightReport
 from wtransfer.connectors.interface import (
     ConnectorScheduler,
@@ -23,7 +23,7 @@ from wtransfer.connectors.interface import (
 )
 from wtransfer.connectors.naming import BlockNaming
 from wtransfer.connectors.serving_config import Instance
-from wtransfer.connectors.tracked_requests import Tracked, TrackedRequests, only_group
+from wtransfer.connectors.tracked_requests import Tracked, TrackedRequests
 from wtransfer.engines.interface import (
     TrainerInitInfo,
     TrainerWeightTransferEngine,
@@ -32,6 +32,7 @@ from wtransfer.engines.interface import (
     WeightTransferUpdateInfo,
 )
 from wtransfer.kv.fence import SchedulerFence, WorkerFence
+from wtransfer.kv.groups import first_needed, longest_prefix
 from wtransfer.kv.header import checksum
 from wtransfer.scaffold.memory_spec import MemorySpec as MemorySpec  # noqa: PLC0414  # public
 from wtransfer.specs.interface import Tier
@@ -183,6 +184,8 @@ class Item:
     """Its number in the cache."""
     versions: WeightVersions
     """Weights with which the request began, by rank; empty if they have changed since."""
+    group: int = 0
+    """KV cache group of the blocks."""
 
 
 @dataclass
@@ -201,7 +204,10 @@ class MemoryScheduler(ConnectorScheduler):
         super().__init__(config, kv_cache_config)
         self.instance = Instance.of(config)
         self.shelf = SHELVES[self.options.shelf]
-        self.outlasts = self.options.outlasts
+        # By KV cache group.
+        groups = cache_groups(kv_cache_config or config.cache_config)
+        self.windows = [group.window for group in groups]
+        self.outlasts = self.options.outlasts or self.windows != [None]
         self.fence = SchedulerFence(self.instance.num_ranks)
         self.naming = BlockNaming(self.instance.block_size, self.instance.root)
         self.progress = TrackedRequests()
@@ -224,8 +230,12 @@ class MemoryScheduler(ConnectorScheduler):
         fingerprint = self.fence.begin(request_id)
         if fingerprint is None:
             return 0, False
-        names = self.named(request_id, fingerprint)[first : (request.num_tokens - 1) // block_size]
-        found = sum(1 for _ in itertools.takewhile(self.is_kept, names)) * block_size
+        names = [self.named(request_id, fingerprint, n) for n in range(len(self.windows))]
+        last = min((request.num_tokens - 1) // block_size, len(names[0]))
+        end, _ = longest_prefix(
+            self.windows, block_size, first, last, lambda n, block: self.is_kept(names[n][block])
+        )
+        found = max(end - first, 0) * block_size
         return found, self.outlasts and found > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -234,31 +244,39 @@ class MemoryScheduler(ConnectorScheduler):
         self.fence.ensure_begun(request_id)
         if not num_external_tokens:
             return
-        first = self.first[request_id]
-        part = slice(first, first + num_external_tokens // self.instance.block_size)
-        block_ids = only_group(blocks.get_block_ids())[part]
-        names = self.named(request_id, self.fence.fingerprint(request_id) or "")[part]
-        self.loads.append(Item(request_id, names, block_ids, self.versions(request_id)))
+        first, size = self.first[request_id], self.instance.block_size
+        end = first + num_external_tokens // size
+        fingerprint = self.fence.fingerprint(request_id) or ""
+        for group, block_ids in enumerate(blocks.get_block_ids()):
+            # Of a window the last blocks: those before it were not allocated.
+            part = slice(max(first, first_needed(self.windows[group], end * size, size)), end)
+            names = self.named(request_id, fingerprint, group)[part]
+            versions = self.versions(request_id)
+            self.loads.append(Item(request_id, names, block_ids[part], versions, group))
         self.counts["loads_total"] += 1
 
     def build_connector_meta(self, scheduler_output: Any) -> MemoryMetadata:
         """Return the loads, and saves of the blocks that this step fills."""
         loads, self.loads = self.loads, []
-        saves = [self.save(tracked) for tracked in self.progress.step(scheduler_output)]
+        groups = range(len(self.windows))
+        progress = self.progress.step(scheduler_output)
+        saves = [self.save(tracked, group) for tracked in progress for group in groups]
         return MemoryMetadata(loads, [save for save in saves if save is not None])
 
-    def save(self, tracked: Tracked) -> Item | None:
-        """Return the blocks of a request that this step fills; None without any."""
+    def save(self, tracked: Tracked, group: int = 0) -> Item | None:
+        """Return the blocks of a request and a group that this step fills; None without any."""
         request_id, block_size = tracked.request.request_id, self.instance.block_size
         fingerprint = self.fence.fingerprint(request_id)
         part = slice(tracked.num_before // block_size, tracked.num_computed // block_size)
         if fingerprint is None or part.start == part.stop:
             return None
-        names = self.named(request_id, fingerprint)[part]
+        names = self.named(request_id, fingerprint, group)[part]
         if not names:
             # A request with an adapter or the like is uncacheable.
             return None
-        return Item(request_id, names, tracked.block_ids[part], self.versions(request_id))
+        # Saves end within their step, in which no window gives a block away.
+        block_ids = tracked.groups[group][part]
+        return Item(request_id, names, block_ids, self.versions(request_id), group)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Update the fence with the weights of the workers."""
@@ -288,9 +306,9 @@ class MemoryScheduler(ConnectorScheduler):
 
     # -- overridden by the broken connectors of the kit's own tests
 
-    def named(self, request_id: str, fingerprint: str) -> list[bytes]:
-        """Return the names of a request's blocks."""
-        return [bytes(name) for name in self.names[request_id].under(fingerprint)]
+    def named(self, request_id: str, fingerprint: str, group: int = 0) -> list[bytes]:
+        """Return the names of a request's blocks of one group."""
+        return [bytes(name) for name in self.names[request_id].under(fingerprint, group=group)]
 
     def versions(self, request_id: str) -> WeightVersions:
         """Return the weights with which a request began."""
@@ -307,7 +325,8 @@ class MemoryWorker(ConnectorWorker):
     def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
         super().__init__(config, kv_cache_config)
         self.shelf = SHELVES[self.options.shelf]
-        self.outlasts = self.options.outlasts
+        self.groups = cache_groups(kv_cache_config or config.cache_config)
+        self.outlasts = self.options.outlasts or self.groups != (KVCacheGroup(),)
         self.rank = Instance.of(config).rank
         self.fence = WorkerFence(self.rank)
         self.caches: Mapping[str, torch.Tensor] = {}
@@ -364,6 +383,8 @@ class MemoryWorker(ConnectorWorker):
     ) -> None:
         """Copy one layer of the blocks that the step fills."""
         for item in self.metadata.saves:
+            if layer_name not in (self.groups[item.group].layer_names or self.caches):
+                continue
             for name, block in zip(item.names, item.block_ids, strict=True):
                 kept = self.staged.setdefault(name, Kept({}, {}))
                 kept.pages[layer_name] = page = kv_layer[block].clone()
@@ -429,9 +450,10 @@ class MemoryConnectorOptions:
 
 
 class MemoryConnector(KVConnectorBase_V1):
-    """Keep blocks under ``shelf``; with ``outlasts``, loads end in a later step."""
+    """Keep blocks under ``shelf``; with ``outlasts`` or groups, loads end in a later step."""
 
     options_cls = MemoryConnectorOptions
     scheduler_cls = MemoryScheduler
     worker_cls = MemoryWorker
     names_weights = True
+    supports_hma = True

@@ -18,7 +18,7 @@ from wtransfer.weight_sync.trainer.publisher import Publisher
 from wtransfer.weight_sync.worker.session import WorkerSession
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torch import nn
     from typing_extensions import Self
@@ -30,6 +30,30 @@ if TYPE_CHECKING:
 STEP_S = 0.005
 _POLL_S = 0.001
 _RANK_PATIENCE_S = 0.05
+_COMMIT_S = 0.02
+
+
+@contextlib.contextmanager
+def committing(session: WorkerSession) -> Iterator[None]:
+    """Have a worker commit whenever it can within the block, on a thread: its model "steps".
+
+    Args:
+        session: The worker's; its publisher reports the errors of a commit.
+    """
+    over = threading.Event()
+
+    def commit() -> None:
+        while not over.is_set():
+            with contextlib.suppress(CommitError):
+                session.commit_pending(_COMMIT_S)
+
+    thread = threading.Thread(target=commit, name="steps")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 @dataclass(eq=False)

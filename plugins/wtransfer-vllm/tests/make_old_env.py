@@ -19,12 +19,13 @@ REQUIREMENTS = Path(__file__).with_name("old-vllm-requirements.txt")
 FIND_PACKAGES = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 
-def main(folder: str, beneath: str) -> None:
-    """Make the environment in a new folder, or bring an old one up to date.
+def make_over(folder: str, beneath: str, *what: str) -> None:
+    """Make an environment over another, or bring an old one up to date.
 
     Args:
         folder: Where to make it.
-        beneath: The environment that `make_env.py` has made.
+        beneath: The environment whose packages it has as well, behind its own.
+        *what: Arguments of ``pip install``; no requirements of these are installed.
     """
     lower = Path(beneath).resolve() / "bin" / "python"
     # No environment within an environment: the lower one's Python may itself be of one.
@@ -34,8 +35,7 @@ def main(folder: str, beneath: str) -> None:
     # Apart from the lower one while pip is at work, which must not look for anything there.
     link.unlink(missing_ok=True)
     install = [lower, "-m", "pip", "--disable-pip-version-check", "--python", upper, "install"]
-    # Its requirements name another torch, and much that is never imported here.
-    subprocess.run([*install, "--no-deps", "-r", REQUIREMENTS], check=True)
+    subprocess.run([*install, "--no-deps", *what], check=True)
     # A line that begins with `import` is run: so the lower one's own `.pth` files count, too.
     link.write_text(f"import site; site.addsitedir({_packages(lower)!r})\n")
 
@@ -45,4 +45,5 @@ def _packages(python: Path) -> str:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    # The requirements of that vLLM name another torch, and much that is never imported here.
+    make_over(*sys.argv[1:], "-r", str(REQUIREMENTS))

@@ -330,8 +330,8 @@ ROWS = [
 nightly = pytest.mark.nightly
 
 
-# Experts that are packed once, and a loader that copies past weight loaders.
-IN_EACH_RUN = ("Qwen3-MoE", "gpt-oss")
+# A loader that copies past weight loaders.
+IN_EACH_RUN = ("gpt-oss",)
 
 
 @pytest.mark.live

@@ -1,5 +1,6 @@
 """The watch over an engine core, where a live one cannot be brought into the case."""
 
+import sys
 import types
 from collections import deque
 from concurrent.futures import Future
@@ -672,6 +673,275 @@ def test_tags_of_another_backend_are_vllms(make):
     core, _ = make(backend="nccl")
     core.set_weight_version("theirs")
     assert core.process() == "theirs"
+
+
+# -- requests that keep their KV -------------------------------------------------------------------
+
+
+class Pool:
+    """vLLM's block pool: names of the requests whose blocks have got a hash."""
+
+    num_gpu_blocks = 3
+
+    def __init__(self):
+        self.hashed = []
+
+    def cache_full_blocks(self, request, blocks):
+        self.hashed.append((request.request_id, blocks))
+
+    def cache_partial_block(self, request, block):
+        self.hashed.append((request.request_id, block))
+        return "hash"
+
+
+class Scheduler(bag):
+    """vLLM's scheduler; `running` requests are in the next batch."""
+
+    def __init__(self):
+        self.evicted = []
+        self.pool = pool = Pool()
+        managers = [bag(block_pool=pool), bag(block_pool=pool)]
+        manager = bag(block_pool=pool, coordinator=bag(single_type_managers=managers))
+        manager.enable_caching, manager.evict_blocks = True, self.evicted.append
+        super().__init__(kv_cache_manager=manager, running=[], requests={})
+        self.failed_recving_kv_req_ids = set()
+
+    def begin(self, name, num_computed_tokens=64, status="RUNNING"):
+        request = bag(request_id=name, num_preemptions=0, status=bag(name=status))
+        request.num_computed_tokens = num_computed_tokens
+        self.requests[name] = request
+        if status == "RUNNING":
+            self.running.append(request)
+        return request
+
+    def preempt(self, request):
+        self.running.remove(request)
+        request.num_preemptions += 1
+        request.num_computed_tokens = 0
+
+    def schedule(self, throttle=False):
+        return bag(num_scheduled_tokens={each.request_id: 1 for each in self.running})
+
+
+def invite(core):
+    info = {"wtransfer": {"address": "unix:@x"}}
+    core.collective_rpc("init_weight_transfer_engine", None, (), {"init_info": info})
+
+
+@pytest.fixture
+def asked_to_keep(make, monkeypatch):
+    """Maker of a core whose environment says that running requests keep their KV at a commit."""
+    monkeypatch.setenv("WTRANSFER_VLLM_IN_FLIGHT", "keep")
+
+    def make_core(**options):
+        core, workers = make(**options)
+        core.scheduler = Scheduler()
+        return core, workers
+
+    return make_core
+
+
+@pytest.fixture
+def keep(asked_to_keep):
+    """Maker of a core that was invited so."""
+
+    def make_core(**options):
+        core, workers = asked_to_keep(**options)
+        invite(core)
+        return core, workers
+
+    return make_core
+
+
+def test_running_requests_keep_their_kv_and_no_block_is_found_by_its_hash(keep):
+    core, workers = keep()
+    kept = core.scheduler.begin("kept")
+    commit_set(core, workers, "a", "a")
+    assert (core.resets, core.scheduler.evicted) == (["encoder"], [{0, 1, 2}])
+    assert (kept.num_computed_tokens, core.scheduler.running) == (64, [kept])
+    assert core.scheduler.kv_cache_manager.enable_caching
+
+
+def test_no_block_of_a_kept_request_gets_a_hash_until_it_is_preempted(keep):
+    core, workers = keep()
+    kept = core.scheduler.begin("kept")
+    commit_set(core, workers, "a", "a")
+    commit_set(core, workers, "b", "b")  # the pool is guarded once
+    new, pool = core.scheduler.begin("new"), core.scheduler.pool
+    for each in (kept, new):
+        pool.cache_full_blocks(request=each, blocks=1)
+        pool.cache_partial_block(request=each, block=2)
+    assert pool.hashed == [("new", 1), ("new", 2)]
+    core.scheduler.preempt(kept)
+    pool.cache_full_blocks(request=kept, blocks=3)
+    assert pool.hashed[2:] == [("kept", 3)]
+
+
+def test_request_that_has_computed_nothing_or_gives_its_blocks_back_is_not_marked(keep):
+    core, workers = keep()
+    scheduler = core.scheduler
+    failed, session = scheduler.begin("failed", 0), scheduler.begin("session")
+    commit_set(core, workers, "a", "a")
+    # Between two of its inputs it holds blocks without running.
+    session.status.name = "WAITING_FOR_STREAMING_REQ"
+    scheduler.running.remove(session)
+    scheduler.kv_cache_manager.free = lambda _: None
+    for each in (failed, session):
+        scheduler.pool.cache_full_blocks(each, each.num_computed_tokens)
+    assert scheduler.pool.hashed == [("failed", 0)]
+    commit_set(core, workers, "b", "b")
+    scheduler.pool.cache_full_blocks(session, session.num_computed_tokens)
+    assert scheduler.pool.hashed[1:] == [("session", 0)]
+
+
+@pytest.mark.parametrize("loses", ["sleep", "reload_weights", "reset_weights"])
+def test_weights_that_are_lost_leave_no_request_its_kv(keep, loses):
+    core, _ = keep()
+    core.scheduler.begin("running")
+    core.sleep(2, mode="keep") if loses == "sleep" else core.collective_rpc(loses)
+    assert core.resets[:2] == [("prefix", True, False), "encoder"]
+
+
+def test_kept_requests_are_named_in_the_tags_of_their_batches_only(keep):
+    core, workers = keep()
+    core.batch_queue = deque(["before"])
+    scheduler = core.scheduler
+    kept, other = scheduler.begin("kept"), scheduler.begin("other")
+    commit_set(core, workers, "a", "a")
+
+    def schedule():
+        scheduler.schedule()
+        core.batch_queue.appendleft("batch")
+
+    scheduler.begin("new")
+    schedule()
+    scheduler.preempt(kept)  # the token in flight is of its older KV all the same
+    schedule()
+    scheduler.running.append(kept)
+    scheduler.running.remove(other)
+    schedule()
+    a = "a@" + "a" * 32
+    older = [f'{a}+older-kv["kept", "other"]', f'{a}+older-kv["other"]']
+    assert [core.process() for _ in range(4)] == ["default", *older, a]
+
+
+def test_batches_that_were_tagged_keep_their_tags_over_the_next_commit(keep):
+    core, workers = keep()
+    core.batch_queue = deque()
+    commit_set(core, workers, "a", "a")
+    core.scheduler.schedule()
+    core.batch_queue.appendleft("a")
+    core.scheduler.begin("kept")
+    commit_set(core, workers, "b", "b")
+    core.scheduler.schedule()
+    core.batch_queue.appendleft("b")
+    b = "b@" + "b" * 32
+    assert [core.process(), core.process()] == ["a@" + "a" * 32, f'{b}+older-kv["kept"]']
+
+
+def test_batches_in_flight_when_the_first_commit_fails_are_counted(keep):
+    core, workers = keep()
+    core.batch_queue = deque(["before"])
+    for worker in workers:
+        worker.will(touched=True, state="behind", error="broken", fingerprint="c" * 32)
+    with pytest.raises(RuntimeError, match="broken"):
+        finish(core)
+    commit_set(core, workers, "a", "a")
+    core.scheduler.schedule()
+    core.batch_queue.appendleft("a")
+    assert [core.process(), core.process()] == ["default", "a@" + "a" * 32]
+
+
+def test_tags_of_batches_that_vllm_drops_are_dropped(keep):
+    core, workers = keep()
+    core.batch_queue = deque()
+    commit_set(core, workers, "a", "a")
+    core.scheduler.begin("kept")
+    for _ in range(2):
+        core.scheduler.schedule()
+        core.batch_queue.appendleft("a")
+    core.batch_queue.clear()  # as its fault tolerance does
+    commit_set(core, workers, "b", "b")
+    core.scheduler.schedule()
+    core.batch_queue.appendleft("b")
+    assert core.process() == "b@" + "b" * 32 + '+older-kv["kept"]'
+
+
+def no_spans(core, monkeypatch):
+    for each in type(core).mro()[:2]:
+        monkeypatch.delattr(each, "_attach_weight_version")
+
+
+def foreign_connector(core, _):
+    core.vllm_config.kv_transfer_config = bag(kv_connector="NixlConnector")
+
+
+def rust_front_end(_, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm.envs", bag(VLLM_USE_RUST_FRONTEND=True))
+
+
+def routed_experts(core, _):
+    core.scheduler.aux_output_connector = bag()
+
+
+def second_pool(core, _):
+    core.scheduler.kv_cache_manager.coordinator.single_type_managers.append(bag(block_pool=Pool()))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (no_spans, "use vLLM 0.32; or set it to 'recompute'"),
+        (
+            foreign_connector,
+            "connector 'NixlConnector' is not .* use wtransfer-OffloadingConnector",
+        ),
+        (rust_front_end, "start vLLM without VLLM_USE_RUST_FRONTEND; or set it to 'recompute'"),
+        (routed_experts, "without --enable-return-routed-experts; or set it to 'recompute'"),
+        (second_pool, "start vLLM without it; or set it to 'recompute'"),
+    ],
+)
+def test_keep_is_refused_with_the_invitation_where_it_cannot_be_done(
+    asked_to_keep, change, words, monkeypatch
+):
+    core, workers = asked_to_keep()
+    change(core, monkeypatch)
+    with pytest.raises(ValueError, match=words):
+        invite(core)
+    assert not any(worker.called for worker in workers)
+
+
+def test_keep_is_taken_beside_a_connector_of_ours(asked_to_keep, monkeypatch):
+    core, workers = asked_to_keep()
+    monkeypatch.setitem(sys.modules, "vllm.envs", bag(VLLM_USE_RUST_FRONTEND=False))
+    core.scheduler.aux_output_connector = None
+    core.vllm_config.kv_transfer_config = bag(kv_connector="ours")
+    core.scheduler.connector = Connector(forgets=None)
+    invite(core)
+    assert names_of(workers[0]) == ["init_weight_transfer_engine"]
+
+
+def test_treatment_that_is_unknown_is_refused_with_the_invitation(asked_to_keep, monkeypatch):
+    core, workers = asked_to_keep()
+    monkeypatch.setenv("WTRANSFER_VLLM_IN_FLIGHT", "kept")
+    with pytest.raises(ValueError, match="is 'kept', expected 'recompute' or 'keep'"):
+        invite(core)
+    assert not any(worker.called for worker in workers)
+
+
+def test_treatment_is_that_of_the_last_invitation_whatever_changes_before_a_commit(
+    keep, monkeypatch
+):
+    core, workers = keep()
+    for asked in ("kept", "recompute"):
+        core.resets.clear()
+        monkeypatch.setenv("WTRANSFER_VLLM_IN_FLIGHT", asked)
+        commit_set(core, workers, "a", "a")
+        assert core.resets == ["encoder"]
+    invite(core)
+    core.resets.clear()
+    commit_set(core, workers, "b", "b")
+    assert core.resets == [("prefix", True, False), "encoder"]
 
 
 def test_pause_of_a_commit_is_logged_with_the_next_tokens(make, caplog):

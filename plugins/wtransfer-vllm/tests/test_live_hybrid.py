@@ -283,3 +283,46 @@ def test_ten_updates_under_load_leave_no_stale_token_and_end_no_request(
         served, hits = answer(engine)
         same_for(kind)(served, expected[name])
         assert hits > 0
+
+
+@nightly
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_of_requests_that_keep_their_kv_over_an_update_is_found(serving, fresh, kind):
+    engine, change_to = serving(kind, OFFLOADING)
+    engine.do("keep_in_flight", True)
+    names = [f"kept {number}" for number in range(len(ASKED))]
+    for name, prompt in zip(names, ASKED, strict=True):
+        engine.do("begin", name, prompt, 200)
+    engine.do("step", 30)
+    before = engine.do("progress")
+    change_to("B")
+    engine.do("step", 1)
+    assert engine.do("progress") == {name: number + 1 for name, number in before.items()}
+    state = run_until(engine, *names)
+    assert [each[4] for name in names for each in state["spans"][name]] == [False, True] * 4
+    served, hits = answer(engine)
+    same_for(kind)(served, fresh(kind, "B")[0])
+    forget_prefixes(engine)
+    served, again = answer(engine)
+    same_for(kind)(served, fresh(kind, "B")[0])
+    assert (hits, again > 0) == (0, True)
+    change_to("A")
+    forget_prefixes(engine)
+    same_for(kind)(answer(engine)[0], fresh(kind, "A")[0])
+
+
+@nightly
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_load_what_they_have_stored(engines, kind):
+    # They add in another order than one does.
+    alone = engines(kind, None, ranks=2)
+    expected = alone.do("answer", ASKED, NUM_TOKENS)
+    alone.close()
+    engine = engines(kind, OFFLOADING, ranks=2)
+    computed, hits = answer(engine)
+    same_for(kind)(computed, expected)
+    assert hits == 0
+    forget_prefixes(engine)
+    loaded, hits = answer(engine)
+    same_for(kind)(loaded, expected)
+    assert hits > 0

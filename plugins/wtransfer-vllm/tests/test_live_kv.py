@@ -23,16 +23,18 @@ TWO_RANKS = {"ranks": 2}
 nightly = pytest.mark.nightly
 
 
-def shapes(kinds, smoke=None):
-    """Return each kind in one process, but for a smoke in three; the others are nightly."""
+# Of these, tests of their own show more.
+SHOWN_ELSEWHERE = {"offloading", "tiering", "storage", "third-party tier"}
+
+
+def shapes(kinds):
+    """Return each kind in one process; in three, or with two ranks, it is nightly."""
     found = []
     for kind in kinds:
-        marks = [] if kind == smoke else [nightly]
-        # Of built-in ones, tests of their own show more.
-        in_one = [nightly] if kind in {"offloading", "tiering", "storage", smoke} else []
+        in_one = [nightly] if kind in SHOWN_ELSEWHERE else []
         found += [
             pytest.param(kind, IN_ONE, id=f"{kind}, one process", marks=in_one),
-            pytest.param(kind, IN_THREE, id=f"{kind}, three processes", marks=marks),
+            pytest.param(kind, IN_THREE, id=f"{kind}, three processes", marks=[nightly]),
         ]
         if kind not in {"third party", "third-party spec"}:
             # Those keep one file for all ranks.
@@ -102,7 +104,7 @@ def test_with_speculative_decoding_what_was_stored_is_found(engines, fresh, kind
     assert hits >= len(PROMPTS) * 6 * BLOCK_SIZE
 
 
-@pytest.mark.parametrize(("kind", "shape"), shapes(TO_ANOTHER, smoke="shared memory"))
+@pytest.mark.parametrize(("kind", "shape"), shapes(TO_ANOTHER))
 def test_a_decode_instance_loads_what_the_prefill_instance_has_computed(
     engines, fresh, kind, shape
 ):

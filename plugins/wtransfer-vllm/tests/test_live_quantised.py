@@ -164,12 +164,13 @@ def test_vllm_serves_each_round_as_a_quantised_checkpoint_of_the_weights(
         assert fresh.do("answer", PROMPTS) == served[-1]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "quantization"),
     [
         ("qwen3_moe", "int8_per_channel_weight_only"),
-        _nightly("llama", "fp8_per_channel"),
-        _nightly("llama", "fp8_per_block"),
+        ("llama", "fp8_per_channel"),
+        ("llama", "fp8_per_block"),
     ],
 )
 def test_weights_that_vllm_quantises_as_it_loads_travel_as_they_are(name, quantization, tmp_path):

@@ -1,93 +1,30 @@
 """An ``LLM`` that is a Ray actor, and a publisher that reaches it by its client."""
 
-import contextlib
 import importlib.util
 import json
-import os
-import secrets
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
-import time
 from pathlib import Path
 
 import pytest
+import ray_apart
 from engines import PROMPTS
 
 pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(400)]
 
 HOST = Path(__file__).parent / "live" / "ray_host.py"
-MARK = "WTRANSFER_RAY_TEST"
-# Ray's processes listen on every interface; so they get a network of their own with none.
-APART = ["unshare", "--map-root-user", "--net"]
-ENV = {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # Otherwise Ray writes a token into the home folder, and reports how it is used.
-    "RAY_AUTH_MODE": "token",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # A machine that others fill is no reason to end an actor.
-    "RAY_memory_monitor_refresh_ms": "0",
-}
-
-
-def why_not():
-    if importlib.util.find_spec("ray") is None:
-        return "Ray is not installed: tests/make_env.py ENV"
-    tried = subprocess.run([*APART, "true"], capture_output=True, text=True, check=False)
-    return tried.stderr if tried.returncode else ""
-
-
-def processes(mark):
-    """Return the processes that descend from the run with this mark."""
-    wanted = f"{MARK}={mark}".encode()
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-    return found
-
-
-def await_none(mark):
-    limit = time.monotonic() + 20
-    while processes(mark) and time.monotonic() < limit:
-        time.sleep(0.1)
-    return processes(mark)
+ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 @pytest.fixture(scope="module")
 def run(models):
-    """Run all steps in one Ray; yield what they came to, and what was left of it."""
-    reason = why_not()
-    if reason:
+    """Run all steps in one Ray; return what they came to, and what was left of it."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed: tests/make_env.py ENV")
+    if reason := ray_apart.why_not():
         pytest.skip(reason)
-    # Sockets lie in it, whose paths may have 107 bytes.
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    mark = f"{os.getpid()}-{time.monotonic_ns()}"
     checkpoint = models / "B" / "model.safetensors"
-    env = ENV | {"RAY_AUTH_TOKEN": secrets.token_hex(32), MARK: mark}
-    try:
-        done = subprocess.run(
-            [*APART, sys.executable, HOST, folder, models / "A", checkpoint, PROMPTS[0]],
-            env={**os.environ, **env},
-            capture_output=True,
-            text=True,
-            timeout=360,
-            check=False,
-        )
-        left = await_none(mark)
-        assert done.returncode == 0, done.stderr[-4000:]
-        said = json.loads(done.stdout.splitlines()[-1])
-        yield {**said, "left": left}
-    finally:
-        for pid in processes(mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(folder, ignore_errors=True)
+    steps = (HOST, models / "A", checkpoint, PROMPTS[0])
+    output, left = ray_apart.run(*steps, timeout_s=360, env=ENV)
+    return json.loads(output.splitlines()[-1]) | {"left": left}
 
 
 def test_a_publisher_takes_an_actor_from_one_version_to_the_next(run, fresh):

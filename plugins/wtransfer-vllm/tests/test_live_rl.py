@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from server import Server
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+# TRL's trainer, beside it, shows the same in each run.
+pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(600)]
 
 GUIDE = Path(__file__).parents[1] / "README.md"
 NUM_STEPS = 20

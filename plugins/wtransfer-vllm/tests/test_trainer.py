@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import threading
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import wtransfer
 from vllm.distributed.weight_transfer.base import ModuleSource, ParamMeta
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from wtransfer.errors import SchemaError
+from wtransfer.testing.fleet import committing
 from wtransfer.weight_sync.http.client import HttpClient
 
 from wtransfer_vllm import trainer
@@ -26,23 +26,12 @@ RANKS = Path(__file__).parent / "live" / "fsdp_ranks.py"
 @contextmanager
 def serving(model, name="plain"):
     """A worker behind HTTP, which commits whenever it can; its client."""
-    over = threading.Event()
     with (
         closing(wtransfer.WorkerSession(model, name=name, instance=name)) as session,
         closing(wtransfer.WorkerServer(session)) as server,
+        committing(session),
     ):
-
-        def commit():
-            while not over.is_set():
-                session.commit_pending(0.02)
-
-        thread = threading.Thread(target=commit)
-        thread.start()
-        try:
-            yield server
-        finally:
-            over.set()
-            thread.join()
+        yield server
 
 
 @contextmanager

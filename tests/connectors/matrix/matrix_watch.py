@@ -70,6 +70,6 @@ class Watch:
         for span in plan.spans:
             length = span.start + len(span.tokens)
             if length == self._lengths.get(span.request_id):
-                cache, table = self._host.executor.worker.cache, torch.tensor(span.block_ids)
+                cache, table = self._host.executor.worker.cache, torch.tensor(span.block_ids[0])
                 self._held[span.request_id] = _read(cache, table, length)
         return results

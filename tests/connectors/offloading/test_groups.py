@@ -1,4 +1,7 @@
-"""Caches with several groups, one with a window: keys, look-ups, loads, and blocks of a store."""
+"""Caches with several groups: prefixes that are kept in part, chunks, states, blocks of a store.
+
+Bytes, keys and gain are the kit's.
+"""
 
 from __future__ import annotations
 
@@ -139,28 +142,6 @@ def test_what_is_not_known_yet_counts_as_kept_and_the_answer_is_pending_only_whe
 # -- both sides
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_of_a_window_the_last_blocks_are_loaded_and_of_the_rest_all(rig, num_ranks):
-    made = rig(num_ranks=num_ranks)
-    keep(made)
-    made.wipe()
-    again = request_of("s", 24)
-    # The last token is always computed: five blocks, of which the window reaches two.
-    assert made.ask(again) == (20, True)
-    made.allocate(again, ([6, 5, 4, 3, 2, 1], [0, 0, 0, 13, 14, 15]), 20)
-    metadata, said = made.step()
-    (job,) = metadata.loads
-    assert job.blocks.block_ids == [6, 5, 4, 3, 2, 13, 14]
-    assert (job.blocks.group_sizes, job.blocks.block_indices) == ([5, 2], [0, 3])
-    said += made.settle()
-    assert [name for each in said for name in each.received] == ["s"] * num_ranks
-    assert not any(each.bad for each in said)
-    for rank in range(num_ranks):
-        more = 100 * rank
-        assert blocks_of(made, rank, "a")[2:7] == [5 + more, 4 + more, 3 + more, 2 + more, 1 + more]
-        assert blocks_of(made, rank)[12:] == [0, 14 + more, 15 + more, 0], "no other block"
-
-
 def test_prefix_that_the_host_has_is_not_loaded_again(rig):
     made = rig()
     keep(made)
@@ -171,17 +152,6 @@ def test_prefix_that_the_host_has_is_not_loaded_again(rig):
     (job,) = metadata.loads
     assert (job.blocks.block_ids, job.blocks.block_indices) == ([13, 15], [4, 4])
     made.settle()
-
-
-def test_keys_name_the_group(rig):
-    made = rig()
-    offered = []
-    prepare = made.manager.prepare_store
-    made.manager.prepare_store = lambda keys, ctx: offered.extend(keys) or prepare(keys, ctx)
-    keep(made)
-    assert len(offered) == len(set(offered)) == 12
-    assert [key[-4:] for key in offered] == [bytes(4)] * 6 + [b"\0\0\0\1"] * 6
-    assert {key[16:-4] for key in offered[:6]} == {key[16:-4] for key in offered[6:]}
 
 
 @pytest.mark.parametrize(

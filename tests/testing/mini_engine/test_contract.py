@@ -42,7 +42,7 @@ def test_request_has_vllm_names():
 
 
 def test_blocks_have_vllm_names():
-    (blocks,) = KVCacheBlocks([4, 2]).blocks
+    (blocks,) = KVCacheBlocks(([4, 2],)).blocks
     assert [each.block_id for each in blocks] == [4, 2]
 
 

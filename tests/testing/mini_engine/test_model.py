@@ -38,7 +38,7 @@ def compute(model, tokens, block_size, cuts=(), *, tp=None, garbage=0.0):
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(block_size))
     table = order[: -(-LENGTH // block_size)]
     for start, end in zip([0, *cuts], [*cuts, LENGTH], strict=True):
-        span = Span("r", tokens[start:end], start, table.tolist())
+        span = Span("r", tokens[start:end], start, (table.tolist(),))
         (token,) = model.forward([span], cache, tp)
     layers = range(model.shape.num_layers)
     return token, torch.stack([cache.read(layer, table, LENGTH, LENGTH) for layer in layers])
@@ -60,12 +60,12 @@ def test_changed_key_changes_the_output(model, tokens):
     answers = set()
     for spoiled in (None, 0, 2, 4):
         cache, table = PagedCache(model.shape, shape, 2), list(range(8))
-        model.forward([Span("r", tokens[:-1], 0, table)], cache, tp)
+        model.forward([Span("r", tokens[:-1], 0, (table,))], cache, tp)
         if spoiled is not None:
             cache.layers[0][spoiled] *= -1
         following, last = [], tokens[-1]
         for position in range(len(tokens) - 1, len(tokens) + 5):
-            (last,) = model.forward([Span("r", [last], position, table)], cache, tp)
+            (last,) = model.forward([Span("r", [last], position, (table,))], cache, tp)
             following.append(last)
         answers.add(tuple(following))
     assert len(answers) == 4

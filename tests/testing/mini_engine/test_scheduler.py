@@ -299,8 +299,8 @@ def test_connector_is_told_of_the_other_blocks_of_a_loaded_request(ranks, connec
     ranks.step()
     ranks.step(received("r"), received("r"))
     plan, _ = ranks.step()
-    assert connector.allocated == ("r", (plan.spans[0].block_ids,), 0)
-    assert len(plan.spans[0].block_ids) == 3
+    assert connector.allocated == ("r", plan.spans[0].block_ids, 0)
+    assert len(plan.spans[0].block_ids[0]) == 3
 
 
 def test_request_that_the_connector_refuses_is_not_queued(ranks, connector):

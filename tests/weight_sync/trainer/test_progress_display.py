@@ -14,7 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from wtransfer.testing.fleet import Fleet
+from wtransfer.testing.fleet import Fleet, committing
 from wtransfer.weight_sync.trainer.progress_display import Bars, Lines
 from wtransfer.weight_sync.trainer.source import StateDictSource
 
@@ -38,7 +38,7 @@ class Gated(StateDictSource):
 class Held:
     """A round that has brought the half of its 2 MB to two workers, until it may go on."""
 
-    def __init__(self, fleet, source):
+    def __init__(self, fleet, source, until):
         self.fleet, self.source = fleet, source
         self.round = fleet.publisher.publish("v1", wait=False)
         until(lambda: min(self.round.progress().values(), default=0) == MB)
@@ -49,13 +49,13 @@ class Held:
 
 
 @pytest.fixture
-def held():
+def held(until):
     tensors = {f"w{i}": torch.zeros(MB // 4) for i in range(2)}
     source = Gated(tensors)
     with Fleet(source, deadline_s=5.0, options={"bucket_nbytes": 1}) as fleet:
         for _ in range(2):
             fleet.join({name: torch.zeros_like(each) for name, each in tensors.items()})
-        yield Held(fleet, source)
+        yield Held(fleet, source, until)
         source.gate.set()
 
 
@@ -85,13 +85,6 @@ def test_lines_say_how_far_the_last_worker_is_at_most_once_a_second(held, capsys
     held.finish()
     lines.show(held.round)
     assert capsys.readouterr().err == ""
-
-
-def until(condition, what=lambda: ""):
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end, what()
-        time.sleep(0.005)
 
 
 class Screen:
@@ -124,7 +117,7 @@ def screen():
 
 
 @pytest.fixture
-def publish():
+def publish(until):
     """Publish through a gate, which opens at an event."""
 
     def run(progress, opens=None):
@@ -137,25 +130,14 @@ def publish():
         with Fleet(source, progress=progress, options={"bucket_nbytes": 1}) as fleet:
             held = {name: torch.zeros_like(each) for name, each in tensors.items()}
             session = fleet.join(held).session
-            over = threading.Event()
-
-            def commit():
-                while not over.is_set():
-                    session.commit_pending(0.02)
-
-            thread = threading.Thread(target=commit)
-            thread.start()
-            try:
+            with committing(session):
                 fleet.publisher.publish("v1").raise_unless_ok()
-            finally:
-                over.set()
-                thread.join()
 
     return run
 
 
 @pytest.mark.parametrize("progress", [None, True])
-def test_publish_shows_bars_on_a_terminal(publish, screen, monkeypatch, progress):
+def test_publish_shows_bars_on_a_terminal(publish, screen, until, monkeypatch, progress):
     monkeypatch.setattr(sys, "stderr", screen.file)
     publish(progress, opens=lambda: "1.0/2.0 MB" in screen.text)
     # The last one, of a round that is over.
@@ -166,11 +148,12 @@ def test_publish_shows_lines_in_a_file_if_it_is_told_to(publish, monkeypatch):
     file = io.StringIO()
     monkeypatch.setattr(sys, "stderr", file)
     publish(progress=True, opens=lambda: "1.0 of 2.0 MB at worker-0" in file.getvalue())
+    assert "1.0 of 2.0 MB at worker-0" in file.getvalue()
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_publish_that_takes_long_is_silent_if_nobody_looks(
-    publish, screen, monkeypatch, is_terminal
+def test_publish_that_takes_long_is_silent_without_a_terminal(
+    publish, screen, until, monkeypatch, is_terminal
 ):
     file = screen.file if is_terminal else io.StringIO()
     monkeypatch.setattr(sys, "stderr", file)
@@ -181,10 +164,58 @@ def test_publish_that_takes_long_is_silent_if_nobody_looks(
     assert (screen.text if is_terminal else file.getvalue()).strip() == "over"
 
 
-def test_publish_that_is_over_at_once_shows_nothing(publish, screen, monkeypatch):
+def test_publish_that_is_over_at_once_shows_nothing(publish, screen, until, monkeypatch):
     monkeypatch.setattr(sys, "stderr", screen.file)
     monkeypatch.setattr("wtransfer.weight_sync.trainer.progress_display._QUIET_S", 60.0)
     publish(progress=True)
     print("over", file=screen.file, flush=True)
     until(lambda: "over" in screen.text)
     assert screen.text.strip() == "over"
+
+
+class Odd(io.StringIO):
+    """Standard error of a notebook or a supervisor: it has no `isatty`."""
+
+    @property
+    def isatty(self):
+        raise AttributeError("isatty")
+
+
+class Gone(io.StringIO):
+    """A terminal that was hung up."""
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        raise OSError(5, "Input/output error")
+
+
+def closed():
+    file = io.StringIO()
+    file.close()
+    return file
+
+
+@pytest.mark.parametrize("progress", [None, False, True])
+@pytest.mark.parametrize("make", [Odd, closed, Gone, lambda: None])
+def test_round_ends_well_whatever_standard_error_is(publish, monkeypatch, progress, make):
+    monkeypatch.setattr(sys, "stderr", make())
+    monkeypatch.setattr("wtransfer.weight_sync.trainer.progress_display._QUIET_S", 0.0)
+    begun = time.monotonic()
+    publish(progress, opens=lambda: time.monotonic() - begun > 0.3)
+
+
+def test_output_of_the_program_stays_its_own_beside_bars(publish, screen, monkeypatch):
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", screen.file)
+    monkeypatch.setattr(sys, "stdout", out)
+
+    def opens():
+        sys.stdout.write("a line\n")
+        return "1.0/2.0 MB" in screen.text
+
+    publish(None, opens=opens)
+    sys.stdout.write("a line\n")
+    assert set(out.getvalue().split("\n")) == {"a line", ""}
+    assert "a line" not in screen.text

@@ -10,6 +10,7 @@ import torch
 from wtransfer import StreamSource
 from wtransfer.errors import NoWorkersError, RoundBusyError, SourceError, WTransferError
 from wtransfer.testing.contents import contents
+from wtransfer.testing.fleet import committing
 from wtransfer.weight_sync.trainer.publisher import Publisher
 from wtransfer.weight_sync.worker.session import WorkerSession
 from wtransfer.weights import ParamMeta
@@ -36,26 +37,6 @@ class Export:
         self.put_back += 1
 
 
-class CommitsAtOnce:
-    """Commits a session's updates whenever it can, within the block."""
-
-    def __init__(self, session):
-        self.session = session
-        self.over = threading.Event()
-        self.thread = threading.Thread(target=self.run)
-
-    def run(self):
-        while not self.over.is_set():
-            self.session.commit_pending(0.02)
-
-    def __enter__(self):
-        self.thread.start()
-
-    def __exit__(self, *_):
-        self.over.set()
-        self.thread.join()
-
-
 @pytest.fixture
 def export(weights):
     return Export(weights)
@@ -68,7 +49,7 @@ def pair(weights):
     source = StreamSource(deadline_s=2.0)
     with Publisher(source, deadline_s=5.0) as publisher:
         session = WorkerSession(held, join=publisher.address, token=publisher.token)
-        with session, CommitsAtOnce(session):
+        with session, committing(session):
             publisher.wait_for_workers(1)
             yield publisher, source, held
 
@@ -142,7 +123,7 @@ def test_stream_that_has_changed_fails_one_round_and_is_announced_in_the_next(we
         held = {key: torch.zeros_like(each) for key, each in changed.items()}
         with (
             WorkerSession(held, join=publisher.address, token=publisher.token) as session,
-            CommitsAtOnce(session),
+            committing(session),
         ):
             publisher.wait_for_workers(1)
             with pytest.raises(WTransferError), source.round(None, changed.items()):
@@ -246,9 +227,14 @@ def test_stream_that_hangs_does_not_hang_the_end_of_its_round(caplog):
             reader.start()
             assert is_in.wait(10)
 
+    with source.round(None, [("b", torch.zeros(2))]):
+        pass
     hang()
     assert "more than 0.1 s for one tensor" in caplog.text
     goes_on.set()
     reader.join(10)
+    # Nothing is remembered of a stream that was not read to its end, nor of the one before it.
+    with source.round(None, [("c", torch.zeros(3))]):
+        assert [each.name for each in source.metadata] == ["c"]
     with source.round([], []):
         assert list(source.iter_full()) == []

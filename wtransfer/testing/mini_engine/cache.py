@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812  # torch's own name for it
 from wtransfer.testing.mini_engine.contract import KVCacheBlock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from wtransfer.kv.keys import OffloadKey
     from wtransfer.testing.mini_engine.config import CacheShape, ModelShape
@@ -29,15 +29,19 @@ class PagedCache:
     def __init__(self, model: ModelShape, shape: CacheShape, num_kv_heads: int) -> None:
         self.block_size = shape.block_size
         # Zeros: values behind the last token are multiplied by zero, and must be finite for that.
-        self.layers = [
+        places = [model.place_of(number) for number in range(model.num_layers)]
+        pages = [
             torch.zeros(shape.num_blocks, 2, num_kv_heads, shape.block_size, model.head_width)
-            for _ in range(model.num_layers)
+            for _ in range(max(places) + 1)
         ]
+        # As in vLLM, layers of different groups share their memory: a block is one group's.
+        self.layers = [pages[place] for place in places]
         """For each layer ``(block, key or value, head, position, head width)``."""
+        self._names = model.layer_names
 
     def by_name(self) -> dict[str, torch.Tensor]:
         """Return the layers by name, as connectors register them."""
-        return {f"layers.{number}": layer for number, layer in enumerate(self.layers)}
+        return dict(zip(self._names, self.layers, strict=True))
 
     def write(
         self, layer: int, table: torch.Tensor, start: int, keys: torch.Tensor, values: torch.Tensor
@@ -82,15 +86,17 @@ class BlockPool:
     blocks first.
 
     Args:
-        num_blocks: Size of the pool.
+        num_blocks: Blocks of the cache.
+        num_reserved: First ones of them that are never given out.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
+    def __init__(self, num_blocks: int, num_reserved: int = 0) -> None:
+        self.num_blocks = num_blocks - num_reserved
+        """Size of the pool."""
         self.blocks = [KVCacheBlock(number) for number in range(num_blocks)]
-        """Blocks of the pool by number, as connectors hold them."""
+        """Blocks of the cache by number, as connectors hold them."""
         self._num_pins = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_reserved, num_blocks))
         self._blocks: dict[OffloadKey, int] = {}
         self._keys: dict[int, OffloadKey] = {}
 
@@ -133,15 +139,9 @@ class BlockPool:
             if not self._num_pins[block]:
                 self._free[block] = None
 
-    def lookup(self, keys: Iterable[OffloadKey]) -> list[int]:
-        """Return the blocks of the longest cached prefix of keys, without pinning them."""
-        found = []
-        for key in keys:
-            block = self._blocks.get(key)
-            if block is None:
-                break
-            found.append(block)
-        return found
+    def lookup(self, key: OffloadKey) -> int | None:
+        """Return the block of a key, without pinning it; None: it is not cached."""
+        return self._blocks.get(key)
 
     def insert(self, block: int, key: OffloadKey) -> None:
         """Record the key of a block, unless another block has it already."""

@@ -8,12 +8,14 @@ import msgspec
 
 from wtransfer.config import (
     KVCacheConfig,
+    KVCacheGroup,
     KVTransferConfig,
     ModelConfig,
     ParallelConfig,
     ServingConfig,
 )
 from wtransfer.connectors.factory import KVConnectorFactory
+from wtransfer.errors import ConnectorOptionError
 
 if TYPE_CHECKING:
     from wtransfer.connectors.interface import KVConnectorBase_V1, KVConnectorRole
@@ -35,6 +37,9 @@ class ModelShape(msgspec.Struct, frozen=True):
     """Key and value heads; each serves the same number of query heads."""
     vocabulary: int = 256
     """Number of different tokens."""
+    windows: tuple[int | None, ...] = (None,)
+    """Tokens that a token attends to, itself included, of the layers in turn; None: all before it.
+    Layers of the first, the second and so on are a KV cache group each."""
 
     @property
     def head_width(self) -> int:
@@ -45,6 +50,19 @@ class ModelShape(msgspec.Struct, frozen=True):
     def queries_per_kv(self) -> int:
         """Query heads that share a key head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def layer_names(self) -> list[str]:
+        """Names of the layers, as connectors know them."""
+        return [f"layers.{number}" for number in range(self.num_layers)]
+
+    def group_of(self, layer: int) -> int:
+        """Return the number of a layer's KV cache group."""
+        return layer % len(self.windows)
+
+    def place_of(self, layer: int) -> int:
+        """Return the place of a layer in its KV cache group."""
+        return layer // len(self.windows)
 
 
 class CacheShape(msgspec.Struct, frozen=True):
@@ -101,10 +119,28 @@ class EngineConfig(msgspec.Struct, frozen=True):
     def kv_cache_config(self) -> KVCacheConfig:
         """Shape of each rank's cache."""
         values_per_token = 2 * (self.model.num_kv_heads // self.num_ranks) * self.model.head_width
-        nbytes_per_token = self.model.num_layers * values_per_token * _DTYPE_NBYTES
-        return KVCacheConfig(
-            self.cache.num_blocks, self.cache.block_size, self.cache.block_size * nbytes_per_token
+        # The layers in one place of all groups share their memory: a block is of one group.
+        num_places = self.model.place_of(self.model.num_layers - 1) + 1
+        nbytes_per_block = self.cache.block_size * num_places * values_per_token * _DTYPE_NBYTES
+        windows, names = self.model.windows, self.model.layer_names
+        groups = tuple(
+            KVCacheGroup(tuple(names[number :: len(windows)]) if len(windows) > 1 else (), window)
+            for number, window in enumerate(windows)
         )
+        shape = self.cache
+        return KVCacheConfig(shape.num_blocks, shape.block_size, nbytes_per_block, groups)
+
+    @property
+    def is_hybrid(self) -> bool:
+        """True if the cache has several groups, or a window."""
+        return self.model.windows != ModelShape().windows
+
+    @property
+    def connector_supports_hma(self) -> bool:
+        """True if the connector says that it moves several groups, and windows."""
+        config = self.serving_config().kv_transfer_config
+        found: Any = KVConnectorFactory.get_connector_class(config)
+        return bool(found.supports_hma)
 
     def serving_config(self, rank: int = 0) -> ServingConfig:
         """Return the configuration that the connector of the scheduler, or of a rank, is given."""
@@ -125,9 +161,19 @@ class EngineConfig(msgspec.Struct, frozen=True):
         )
 
     def make_connector(self, role: KVConnectorRole, rank: int = 0) -> KVConnectorBase_V1 | None:
-        """Return one side of the connector; None if the engine runs without one."""
+        """Return one side of the connector; None if the engine runs without one.
+
+        Raises:
+            ConnectorOptionError: The cache has several groups, or a window, and the connector does
+                not say that it supports them.
+        """
         if self.connector is None:
             return None
-        return KVConnectorFactory.create_connector(
-            self.serving_config(rank), role, self.kv_cache_config
-        )
+        config = self.serving_config(rank)
+        if self.is_hybrid and not self.connector_supports_hma:
+            raise ConnectorOptionError(
+                f"this model's KV cache has {len(self.model.windows)} groups, with the windows "
+                f"{list(self.model.windows)}; {self.connector} moves one group without a window: "
+                "choose a connector that says supports_hma, as OffloadingConnector does"
+            )
+        return KVConnectorFactory.create_connector(config, role, self.kv_cache_config)

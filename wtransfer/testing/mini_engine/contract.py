@@ -23,7 +23,16 @@ State = Literal["waiting", "loading", "loaded", "running", "finished", "failed",
 OVER = ("finished", "failed", "aborted")
 """States in which a request ends."""
 BlockIds = tuple[list[int], ...]
-"""Blocks by KV cache group; this engine has one group."""
+"""Blocks by KV cache group."""
+BlockTables = list[list[int | None]]
+"""Blocks of a request in order, by KV cache group; None: the group's window has passed it."""
+NULL_BLOCK = 0
+"""Number that stands for passed blocks, as in vLLM; where there is a window, no request has it."""
+
+
+def block_numbers(tables: BlockTables) -> BlockIds:
+    """Return the blocks as connectors and ranks get them: numbers only."""
+    return tuple([NULL_BLOCK if each is None else each for each in table] for table in tables)
 
 
 class Request:
@@ -75,13 +84,18 @@ class Request:
         """Blocks of the request that could not be loaded."""
         self.begins_anew = False
         """True if bytes may still arrive in its blocks once its load is over."""
-        self.block_ids: list[int] = []
+        self.block_tables: BlockTables = []
         self.num_cached_blocks = 0
         """Blocks that the prefix cache has the keys of."""
         self.versions: WeightVersions | None = None
         """Weight versions of the ranks when its blocks were allocated; None before that."""
         self.names: RequestNames | None = None
         """Keys of its blocks."""
+
+    @property
+    def block_ids(self) -> list[int]:
+        """Blocks that the request has, of all groups."""
+        return [each for table in self.block_tables for each in table if each is not None]
 
     @property
     def num_tokens(self) -> int:
@@ -114,7 +128,7 @@ class Request:
         """Wait for other blocks; the present ones were released."""
         self.state = "waiting"
         self.num_computed_tokens = self.num_external_tokens = self.num_cached_blocks = 0
-        self.block_ids, self.bad_blocks = [], set()
+        self.block_tables, self.bad_blocks = [], set()
         self.wrote_blocks = self.begins_anew = False
         self.versions = None
 
@@ -129,17 +143,17 @@ class KVCacheBlock:
 class KVCacheBlocks:
     """The blocks of a request."""
 
-    def __init__(self, block_ids: list[int]) -> None:
+    def __init__(self, block_ids: BlockIds) -> None:
         self._block_ids = block_ids
 
     @property
     def blocks(self) -> tuple[list[KVCacheBlock], ...]:
         """The blocks by KV cache group."""
-        return (list(map(KVCacheBlock, self._block_ids)),)
+        return tuple(list(map(KVCacheBlock, group)) for group in self._block_ids)
 
     def get_block_ids(self) -> BlockIds:
         """Return their numbers by KV cache group."""
-        return (list(self._block_ids),)
+        return tuple(map(list, self._block_ids))
 
 
 @dataclass
@@ -220,8 +234,8 @@ class Span(msgspec.Struct, frozen=True):
     tokens: list[int]
     start: int
     """Position of the first token."""
-    block_ids: list[int]
-    """Complete list of the request's blocks, in order."""
+    block_ids: BlockIds
+    """Complete lists of the request's blocks, in order, by KV cache group."""
 
 
 class StepPlan(msgspec.Struct, frozen=True):

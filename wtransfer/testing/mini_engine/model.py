@@ -186,7 +186,7 @@ class PagedTransformer(nn.Module):
         tiles: list[_Tile] = []
         last = []
         for span in spans:
-            tiles += _tiles(span, self.shape.head_width, cache, tp)
+            tiles += _tiles(span, self.shape, cache, tp)
             last.append(len(tiles) - 1)
         streams = [self.embedding(tile.tokens) for tile in tiles]
         for number, layer in enumerate(self.layers):
@@ -235,13 +235,13 @@ class LocalWeights:
 
 
 def _tiles(
-    span: Span, head_width: int, cache: PagedCache, tp: TensorParallelRank
+    span: Span, shape: ModelShape, cache: PagedCache, tp: TensorParallelRank
 ) -> Iterator[_Tile]:
-    table = torch.tensor(span.block_ids)
+    tables = list(map(torch.tensor, span.block_ids))
     end = span.start + len(span.tokens)
     for start in range(span.start // TILE * TILE, end, TILE):
         first, last = max(span.start, start), min(end, start + TILE)
-        tile = _Tile((start, first, last), head_width, cache, table, tp)
+        tile = _Tile((start, first, last), shape, cache, tables, tp)
         tile.tokens[tile.rows] = torch.tensor(span.tokens[first - span.start : last - span.start])
         yield tile
 
@@ -251,26 +251,30 @@ class _Tile:
 
     Args:
         span: Position of the first row, and the positions that are computed: first, and end.
-        head_width: Size of a head.
+        shape: Shape of the model.
         cache: Cache of this rank.
-        table: Blocks of the sequence.
+        tables: Blocks of the sequence, by KV cache group.
         tp: This rank.
     """
 
     def __init__(
         self,
         span: tuple[int, int, int],
-        head_width: int,
+        shape: ModelShape,
         cache: PagedCache,
-        table: torch.Tensor,
+        tables: list[torch.Tensor],
         tp: TensorParallelRank,
     ) -> None:
         start, self._first, self._end = span
         self._length = start + TILE
-        self._cache, self._table, self._tp = cache, table, tp
+        self._shape, self._cache, self._tables, self._tp = shape, cache, tables, tp
         positions = torch.arange(start, self._length)
-        self._future = torch.arange(self._length)[None, :] > positions[:, None]
-        rates = _ROPE_BASE ** (-torch.arange(0, head_width, 2) / head_width)
+        distances = positions[:, None] - torch.arange(self._length)[None, :]
+        self._unseen = [
+            (distances < 0) | (distances >= (self._length if window is None else window))
+            for window in shape.windows
+        ]
+        rates = _ROPE_BASE ** (-torch.arange(0, shape.head_width, 2) / shape.head_width)
         angles = positions[:, None] * rates
         self._cos, self._sin = angles.cos(), angles.sin()
         self.rows = slice(self._first - start, self._end - start)
@@ -280,30 +284,35 @@ class _Tile:
 
     def attend(self, number: int, layer: Layer, normed: torch.Tensor) -> torch.Tensor:
         """Write keys and values; return the attention of all heads of all ranks."""
-        heads = self._tp.heads
+        heads, group = self._tp.heads, self._shape.group_of(number)
+        table, unseen = self._tables[group], self._unseen[group]
         keys = [self._rotate(layer.project(layer.key.weight, normed, head)) for head in heads]
         values = [layer.project(layer.value.weight, normed, head) for head in heads]
         self._cache.write(
             number,
-            self._table,
+            table,
             self._first,
             torch.cat(keys)[:, self.rows],
             torch.cat(values)[:, self.rows],
         )
-        known = self._cache.read(number, self._table, self._end, self._length)
+        known = self._cache.read(number, table, self._end, self._length)
         mixed = []
         for place, head in enumerate(heads):
             queries = layer.project(layer.query.weight, normed, head, layer.queries_per_kv)
-            mixed.append(self._mix(self._rotate(queries), *known[:, place]))
+            seen_keys, seen_values = known[:, place]
+            mixed.append(_mix(self._rotate(queries), seen_keys, seen_values, unseen))
         return self._tp.all_gather(torch.cat(mixed, dim=-1))
-
-    def _mix(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        scores = queries @ keys.T / math.sqrt(keys.shape[-1])
-        mixed = scores.masked_fill(self._future, -math.inf).softmax(-1) @ values
-        return mixed.transpose(0, 1).reshape(TILE, -1)
 
     def _rotate(self, heads: torch.Tensor) -> torch.Tensor:
         """Apply the rotary position embedding."""
         left, right = heads.chunk(2, dim=-1)
         turned = (left * self._cos - right * self._sin, left * self._sin + right * self._cos)
         return torch.cat(turned, dim=-1)
+
+
+def _mix(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, unseen: torch.Tensor
+) -> torch.Tensor:
+    scores = queries @ keys.T / math.sqrt(keys.shape[-1])
+    mixed = scores.masked_fill(unseen, -math.inf).softmax(-1) @ values
+    return mixed.transpose(0, 1).reshape(TILE, -1)

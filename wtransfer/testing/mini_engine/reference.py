@@ -77,12 +77,16 @@ def _reference_output(
     prompt: tuple[int, ...], num_new: int, seed: int, shape: ModelShape
 ) -> Reference:
     model, tokens, start = reference_model(seed, shape), list(prompt), 0
-    num_blocks = (len(prompt) + num_new) // _BLOCK_SIZE + 1
-    cache = PagedCache(shape, CacheShape(_BLOCK_SIZE, num_blocks), shape.num_kv_heads)
-    table, tp = list(range(num_blocks)), TensorParallelRank(shape)
+    num_blocks, num_groups = (len(prompt) + num_new) // _BLOCK_SIZE + 1, len(shape.windows)
+    cache_shape = CacheShape(_BLOCK_SIZE, num_blocks * num_groups)
+    cache, tp = PagedCache(shape, cache_shape, shape.num_kv_heads), TensorParallelRank(shape)
+    tables = tuple(list(range(n * num_blocks, (n + 1) * num_blocks)) for n in range(num_groups))
     for _ in range(num_new):
-        (token,) = model.forward([Span("reference", tokens[start:], start, table)], cache, tp)
+        (token,) = model.forward([Span("reference", tokens[start:], start, tables)], cache, tp)
         start = len(tokens)
         tokens.append(token)
-    pages = [cache.read(n, torch.tensor(table), start, start) for n in range(shape.num_layers)]
+    pages = [
+        cache.read(layer, torch.tensor(tables[shape.group_of(layer)]), start, start)
+        for layer in range(shape.num_layers)
+    ]
     return Reference(tokens[len(prompt) :], pages)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter, defaultdict, deque
 from typing import TYPE_CHECKING
 
 from wtransfer.connectors.interface import KVConnectorOutput
 from wtransfer.connectors.naming import BlockNaming
+from wtransfer.errors import ConnectorOptionError
+from wtransfer.kv.groups import first_needed, longest_prefix
 from wtransfer.testing.mini_engine.cache import BlockPool
 from wtransfer.testing.mini_engine.contract import (
     KVCacheBlocks,
@@ -15,6 +18,7 @@ from wtransfer.testing.mini_engine.contract import (
     SchedulerOutput,
     Span,
     StepPlan,
+    block_numbers,
 )
 from wtransfer.testing.mini_engine.serialize import deserialize, serialize
 from wtransfer.weight_version import instance_fingerprint, known_versions
@@ -25,7 +29,13 @@ if TYPE_CHECKING:
     from wtransfer.connectors.interface import KVConnectorBase_V1
     from wtransfer.kv.keys import OffloadKey
     from wtransfer.testing.mini_engine.config import EngineConfig
-    from wtransfer.testing.mini_engine.contract import ConnectorOutput, Request, State, StepResult
+    from wtransfer.testing.mini_engine.contract import (
+        BlockIds,
+        ConnectorOutput,
+        Request,
+        State,
+        StepResult,
+    )
     from wtransfer.weight_version import WeightVersion, WeightVersions
 
 
@@ -44,6 +54,10 @@ class Scheduler:
     long as the version has not changed. A request for which nothing was computed at a change begins
     anew.
 
+    A request has a table of blocks for each KV cache group. Blocks that the window of a group has
+    passed are released when the next step is planned. With several groups, or a window, loads
+    outlast their step, and a request of which one has failed begins anew.
+
     Args:
         config: Configuration of the engine.
         connector: Scheduler side of the connector; None: the engine runs without one.
@@ -56,7 +70,9 @@ class Scheduler:
         connector: KVConnectorBase_V1 | None = None,
         hash_function: Callable[[bytes], bytes] | None = None,
     ) -> None:
-        self.pool = BlockPool(config.cache.num_blocks)
+        self._windows = config.model.windows
+        self._is_hybrid = config.is_hybrid
+        self.pool = BlockPool(config.cache.num_blocks, num_reserved=int(config.is_hybrid))
         self.connector = connector
         if connector is not None:
             connector.bind_gpu_block_pool(self.pool)
@@ -107,7 +123,8 @@ class Scheduler:
         if request_id in self._requests or request_id in self._held:
             raise ValueError(f"request {request_id!r} is there already; give this one another name")
         # No keys and values are computed for the last token.
-        needed = self._num_blocks(request.num_prompt_tokens + request.max_new_tokens - 1)
+        per_group = self._num_blocks(request.num_prompt_tokens + request.max_new_tokens - 1)
+        needed = len(self._windows) * per_group
         if needed > self.pool.num_blocks:
             raise ValueError(
                 f"request {request_id!r} needs {needed} blocks; the cache has "
@@ -160,9 +177,10 @@ class Scheduler:
             # An earlier request may have preempted this one.
             if request.request_id not in self._running or not count:
                 continue
-            blocks = self._grow(request, count)
+            end = request.num_computed_tokens + count
+            blocks = self._grow(request, end)
             while blocks is None and self._preempt_for(request):
-                blocks = self._grow(request, count)
+                blocks = self._grow(request, end)
             if blocks is not None:
                 step.add_cached(request, count, blocks)
 
@@ -171,8 +189,11 @@ class Scheduler:
 
         Loaded requests for which nothing was computed yet are preempted first, then the last
         admitted, but never the first: two requests could undo each other's work in turns.
-        Where the connector holds the other blocks, the first waits for them.
+        Where the connector holds the other blocks, the first waits for them; and every one for
+        blocks that the connector releases soon.
         """
+        if self.connector and self.connector.has_pending_block_frees():
+            return False
         if self._loaded:
             self._requeue(self._loaded.pop(), "preemptions")
             return True
@@ -181,20 +202,32 @@ class Scheduler:
             self._requeue(last, "preemptions")
         return last is not request
 
-    def _grow(self, request: Request, count: int) -> list[int] | None:
-        """Allocate the blocks of the next tokens; None if too few are free."""
-        needed = self._num_blocks(request.num_computed_tokens + count) - len(request.block_ids)
-        blocks = self.pool.allocate(max(needed, 0))
-        if blocks is not None:
-            request.block_ids += blocks
-        return blocks
+    def _grow(self, request: Request, end: int) -> BlockIds | None:
+        """Release the blocks that a window has passed, and allocate those up to a token.
+
+        Returns:
+            The new blocks, by group; None if too few are free.
+        """
+        num_blocks, counts = self._num_blocks(end), []
+        for table, window in zip(request.block_tables, self._windows, strict=True):
+            begin = first_needed(window, request.num_computed_tokens, self._block_size)
+            self.pool.release([each for each in table[:begin] if each is not None])
+            table[:begin] = [None] * begin
+            counts.append(max(num_blocks - len(table), 0))
+        fresh = self.pool.allocate(sum(counts))
+        if fresh is None:
+            return None
+        numbers = iter(fresh)
+        added = tuple(list(itertools.islice(numbers, count)) for count in counts)
+        for table, blocks in zip(request.block_tables, added, strict=True):
+            table.extend(blocks)
+        return added
 
     def _requeue(self, request: Request, counted_as: str) -> None:
         """Release a request's blocks, and make it the next to be admitted."""
         self.counts[counted_as] += 1
         self._running.pop(request.request_id, None)
-        self.pool.release(request.block_ids)
-        request.lose_blocks()
+        self._lose_blocks(request)
         self._waiting.appendleft(request)
         if request.was_scheduled:
             self._preempted.add(request.request_id)
@@ -207,7 +240,7 @@ class Scheduler:
         while self._loaded and self._has_room(step):
             request = self._loaded[0]
             count = min(request.num_tokens - request.num_computed_tokens, step.budget)
-            if self._grow(request, count) is not None:
+            if self._grow(request, request.num_computed_tokens + count) is not None:
                 self._loaded.popleft()
                 self._report_blocks(request, 0)
                 self._run(request, count, step)
@@ -236,12 +269,8 @@ class Scheduler:
             True if enough were free; None: the connector must be asked again in the next step.
         """
         assert self._versions is not None
-        # The last token is always computed: its successor is not cached.
-        most = (request.num_tokens - 1) // self._block_size
-        cached = self.pool.lookup(self._keys(request, self._versions)[:most])
-        # Pin before others are allocated: free blocks that are not pinned would be among them.
-        self.pool.pin(cached)
-        num_cached = len(cached) * self._block_size
+        # Pinned before others are allocated: free blocks that are not pinned would be among them.
+        num_cached = self._take_cached(request, self._versions)
         num_external: int | None = 0
         loads_later = False
         if self.connector:
@@ -249,21 +278,24 @@ class Scheduler:
                 request, num_cached
             )
         if num_external is None:
-            self.pool.release(cached)
+            self._lose_blocks(request)
             return None
         loads_later = loads_later and num_external > 0
+        if self._is_hybrid and num_external and not loads_later:
+            raise ConnectorOptionError(
+                f"{num_external} tokens of request {request.request_id!r} are to be loaded within "
+                "the step; with several KV cache groups, or a window, loads outlast their step: "
+                "return True beside the number in get_num_new_matched_tokens"
+            )
         filled = num_cached + num_external
         # At least one token is computed.
         num_computed = min(filled, request.num_tokens - 1)
         count = 0 if loads_later else min(request.num_tokens - num_computed, step.budget)
-        needed = self._num_blocks(max(filled, num_computed + count)) - len(cached)
-        fresh = self.pool.allocate(needed)
-        if fresh is None:
-            self.pool.release(cached)
+        request.num_computed_tokens, request.num_external_tokens = num_computed, num_external
+        if self._grow(request, max(filled, num_computed + count)) is None:
+            self._lose_blocks(request)
             return False
         request.versions = self._versions
-        request.block_ids = cached + fresh
-        request.num_computed_tokens, request.num_external_tokens = num_computed, num_external
         self.counts["tokens_cached"] += num_cached
         self._report_blocks(request, num_external)
         if loads_later:
@@ -274,10 +306,28 @@ class Scheduler:
             self._run(request, count, step)
         return True
 
+    def _take_cached(self, request: Request, versions: WeightVersions) -> int:
+        """Give a request the blocks of its longest cached prefix; return the number of tokens."""
+        size = self._block_size
+        groups = range(len(self._windows))
+        found = [list(map(self.pool.lookup, self._keys(request, versions, n))) for n in groups]
+        # The last token is always computed: its successor is not cached.
+        most = min((request.num_tokens - 1) // size, len(found[0]))
+        end, _ = longest_prefix(
+            self._windows, size, 0, most, lambda group, block: found[group][block] is not None
+        )
+        request.block_tables = [blocks[:end] for blocks in found]
+        self.pool.pin(request.block_ids)
+        return end * size
+
+    def _lose_blocks(self, request: Request) -> None:
+        self.pool.release(request.block_ids)
+        request.lose_blocks()
+
     def _report_blocks(self, request: Request, num_external_tokens: int) -> None:
         if self.connector is None:
             return
-        blocks = KVCacheBlocks(request.block_ids)
+        blocks = KVCacheBlocks(block_numbers(request.block_tables))
         self.connector.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def _run(self, request: Request, count: int, step: _Step) -> None:
@@ -285,9 +335,9 @@ class Scheduler:
         self._running[request.request_id] = request
         step.add(request, count)
 
-    def _keys(self, request: Request, versions: WeightVersions) -> list[OffloadKey]:
+    def _keys(self, request: Request, versions: WeightVersions, group: int) -> list[OffloadKey]:
         assert request.names is not None
-        return request.names.under(instance_fingerprint(versions))
+        return request.names.under(instance_fingerprint(versions), group=group)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
@@ -433,13 +483,16 @@ class Scheduler:
         return True
 
     def _rewind(self, request: Request) -> bool:
-        """Go back to the first bad block; return whether the request goes on."""
+        """Go back to the first bad block, or begin anew; return whether the request goes on."""
         bad_blocks, request.bad_blocks = request.bad_blocks, set()
         self.counts["loads_failed"] += 1
         if self._fails:
             request.error = f"{len(bad_blocks)} KV blocks could not be loaded"
             self._finish(request, "failed")
             return False
+        if self._is_hybrid:
+            request.begins_anew = True
+            return True
         num_good = min(map(request.block_ids.index, bad_blocks))
         request.num_computed_tokens = min(request.num_computed_tokens, num_good * self._block_size)
         request.num_cached_blocks = min(request.num_cached_blocks, num_good)
@@ -463,9 +516,11 @@ class Scheduler:
         new = slice(request.num_cached_blocks, full)
         if new.start >= full:
             return
-        keys = self._keys(request, self._versions)[new]
-        for block, key in zip(request.block_ids[new], keys, strict=False):
-            self.pool.insert(block, key)
+        for group, table in enumerate(request.block_tables):
+            keys = self._keys(request, self._versions, group)[new]
+            for block, key in zip(table[new], keys, strict=False):
+                if block is not None:
+                    self.pool.insert(block, key)
         request.num_cached_blocks = full
 
     def _finish(self, request: Request, state: State) -> None:
@@ -480,9 +535,8 @@ class Scheduler:
         is_written = self._loading.pop(request_id, None) is not None
         is_read = False
         if self.connector:
-            is_read, request.kv_transfer_params = self.connector.request_finished(
-                request, list(request.block_ids)
-            )
+            numbers = [each for group in block_numbers(request.block_tables) for each in group]
+            is_read, request.kv_transfer_params = self.connector.request_finished(request, numbers)
         if is_written:
             self._written.add(request_id)
         if is_written or is_read:
@@ -507,24 +561,24 @@ class _Step:
             cached = self.output.scheduled_cached_reqs
             cached.resumed_req_ids.add(request.request_id)
             cached.all_token_ids[request.request_id] = list(request.all_token_ids)
-            self.add_cached(request, count, request.block_ids)
+            self.add_cached(request, count, block_numbers(request.block_tables))
             return
         request.was_scheduled = True
         self.output.scheduled_new_reqs.append(
             NewRequestData(
                 request.request_id,
                 request.prompt_token_ids,
-                (list(request.block_ids),),
+                block_numbers(request.block_tables),
                 request.num_computed_tokens,
             )
         )
         self._add(request, count)
 
-    def add_cached(self, request: Request, count: int, new_blocks: list[int]) -> None:
+    def add_cached(self, request: Request, count: int, new_blocks: BlockIds) -> None:
         """Add tokens of a request that an earlier step had."""
         cached = self.output.scheduled_cached_reqs
         cached.req_ids.append(request.request_id)
-        cached.new_block_ids.append((list(new_blocks),) if new_blocks else None)
+        cached.new_block_ids.append(new_blocks if any(new_blocks) else None)
         cached.num_computed_tokens.append(request.num_computed_tokens)
         cached.num_output_tokens.append(request.num_output_tokens)
         self._add(request, count)
@@ -540,5 +594,6 @@ class _Step:
         for request, count in self._requests:
             start = request.num_computed_tokens
             tokens = request.all_token_ids[start : start + count]
-            spans.append(Span(request.request_id, tokens, start, list(request.block_ids)))
+            blocks = block_numbers(request.block_tables)
+            spans.append(Span(request.request_id, tokens, start, blocks))
         return spans

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import sys
 import time
 from typing import TYPE_CHECKING
+
+from wtransfer.calls import INTERRUPT_GRACE_S, start_call
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -12,6 +16,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from wtransfer.weight_sync.trainer.round_handle import Round
+
+logger = logging.getLogger(__name__)
 
 _QUIET_S = 1.0
 """Seconds of a round of which nothing is shown."""
@@ -27,11 +33,30 @@ def watch(round_: Round, progress: bool | None) -> None:
         progress: False: nothing is shown. True: bars on a terminal, else lines. None: bars on a
             terminal, else nothing.
     """
-    is_terminal = sys.stderr is not None and sys.stderr.isatty()
-    silent = not is_terminal if progress is None else sys.stderr is None or not progress
-    if round_.wait(None if silent else _QUIET_S):
+    if progress is False or (progress is None and not _is_terminal()):
+        round_.wait()
         return
-    if not is_terminal:
+    # On a thread of its own, since a terminal may hang or be gone: the round does not end for that,
+    # and an interrupt of the caller meets no display.
+    display = start_call(functools.partial(_show, round_), "wtransfer-progress")
+    round_.wait()
+    display.done.wait(INTERRUPT_GRACE_S)
+    if display.error is not None:
+        logger.info("the progress of the round could not be shown: %r", display.error)
+
+
+def _is_terminal() -> bool:
+    try:
+        return sys.stderr.isatty()
+    # There is none, or it is closed.
+    except (AttributeError, ValueError):
+        return False
+
+
+def _show(round_: Round) -> None:
+    if round_.wait(_QUIET_S):
+        return
+    if not _is_terminal():
         lines = Lines()
         while not round_.wait(_REFRESH_S):
             lines.show(round_)
@@ -74,8 +99,10 @@ class Bars:
             DownloadColumn(),
             SpeedColumn(),
             console=console,
-            # Redrawn by `show`: no thread of its own that an interrupt could meet.
             auto_refresh=False,
+            # Else what the program prints meanwhile, to a file perhaps, would go to the terminal.
+            redirect_stdout=False,
+            redirect_stderr=False,
         )
 
     def __enter__(self) -> Self:

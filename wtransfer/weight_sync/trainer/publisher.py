@@ -150,8 +150,8 @@ class Publisher:
             costs about a third of the trainer's pass.
         deadline_s: Longest time without progress, in seconds, before a peer or step counts as
             stalled.
-        progress: Show on standard error how far a round is that takes more than a second, where a
-            caller waits for it: True: a bar per worker on a terminal, else lines. False: nothing.
+        progress: Show on standard error how far a round of `publish` or `rollback` is that takes
+            more than a second: True: a bar per worker on a terminal, else lines. False: nothing.
             None: bars on a terminal, else nothing.
 
     Raises:
@@ -471,10 +471,12 @@ class Publisher:
             return [*sorted(named), *map(str, self._incomplete_hosts())]
 
         if not self._changed.wait_for(lambda: not absent(), self._rules.deadline_s):
+            refusal = self._refusal
             raise NoWorkersError(
                 f"{', '.join(absent())} did not join within "
-                f"{self._rules.deadline_s:g} s, though asked to; look at the workers' logs"
-            ) from self._refusal
+                f"{self._rules.deadline_s:g} s, though asked to; look at the "
+                "workers' logs" + (f"; the last peer refused: {refusal}" if refusal else "")
+            ) from refusal
 
     def _incomplete_hosts(self) -> list[Incomplete]:
         whole = [worker for ranks in self._membership.instances().values() for worker in ranks]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
@@ -133,13 +134,19 @@ class _Pass:
 
     def collect(self) -> Sequence[ParamMeta]:
         """Read the stream into host memory, to be yielded from there; return its metadata."""
-        copies: list[tuple[str, torch.Tensor]] = []
-        with contextlib.suppress(StopIteration):
+        copies: deque[tuple[str, torch.Tensor]] = deque()
+        try:
             while True:
                 name, tensor = self._take()
                 copies.append((name, tensor.detach().to("cpu", copy=True)))
+        except StopIteration:
+            pass
+        except BaseException:
+            # The error's traceback would keep them.
+            copies.clear()
+            raise
         found, self.seen = self.seen, []
-        self._next = iter(copies).__next__
+        self._next = _popped(copies).__next__
         return found
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -167,13 +174,13 @@ class _Pass:
         torch.set_grad_enabled(self._with_grad)
         try:
             name, tensor = self._next()
+            self.seen.append(ParamMeta(name, tensor.dtype, tuple(tensor.shape)))
         except BaseException as error:
             self.failed = self.failed or not isinstance(error, StopIteration)
             raise
         finally:
             self._with_grad = torch.is_grad_enabled()
             torch.set_grad_enabled(threads_own)
-        self.seen.append(ParamMeta(name, tensor.dtype, tuple(tensor.shape)))
         return name, tensor
 
     def drain(self, timeout_s: float) -> None:
@@ -195,3 +202,9 @@ class _Pass:
                     self._take()
         finally:
             self._step.release()
+
+
+def _popped(copies: deque[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    # Each is freed once the engine has it.
+    while copies:
+        yield copies.popleft()

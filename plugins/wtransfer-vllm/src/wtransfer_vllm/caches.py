@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from wtransfer_vllm.names import is_ours
+from wtransfer_vllm.in_flight import mark_running, unmark
+from wtransfer_vllm.names import has_our_connector
 
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 
@@ -16,7 +17,7 @@ HOLDING = ("WAITING", "PREEMPTED", "WAITING_FOR_STREAMING_REQ")
 """States of vLLM's requests in which they may hold KV without running or loading."""
 
 
-def forget_kv(core: Any) -> None:
+def forget_kv(core: Any, *, keep_running: bool = False) -> None:
     """Drop every cached block and encoder output; running requests are computed anew.
 
     If vLLM cannot release a block's hash, nothing more is served from the prefix cache until it
@@ -25,6 +26,8 @@ def forget_kv(core: Any) -> None:
 
     Args:
         core: vLLM's ``EngineCore``.
+        keep_running: True if running requests go on with the KV that they have, in blocks that
+            nothing finds any more.
     """
     scheduler = core.scheduler
     # 1. The connector's scheduler side gets the weights that the workers have now, so that every
@@ -60,9 +63,13 @@ def forget_kv(core: Any) -> None:
             free = getattr(scheduler, "_free_request_blocks", scheduler.kv_cache_manager.free)
             free(request)
             request.num_computed_tokens = 0
+            unmark(request)
 
-    # 3. Running requests are preempted and computed anew, and no block is found by its hash.
-    evicted = _evict_blocks(core)
+    # 3. Running requests are preempted and computed anew, or marked; no block is found by its hash.
+    #    The marks come first: where hashes cannot be taken away, mixed blocks get none, either.
+    if keep_running:
+        mark_running(scheduler)
+    evicted = _evict_blocks(core, keep_running=keep_running)
     manager = getattr(scheduler, "kv_cache_manager", None)
     if manager is not None and not evicted and manager.enable_caching:
         manager.enable_caching = False
@@ -83,17 +90,18 @@ def _spare_restarting(scheduler: Any) -> None:
         setattr(scheduler, name, lambda failed: handle(failed - spared))
 
 
-def _evict_blocks(core: Any) -> bool:
+def _evict_blocks(core: Any, *, keep_running: bool) -> bool:
     try:
         # With the running requests: their blocks would be served to others once they are full.
         # Without the connector, whose silence vLLM takes for consent, and which some engines lack.
-        if core.reset_prefix_cache(True, False) is not False:  # vLLM's order
+        if not keep_running and core.reset_prefix_cache(True, False) is not False:  # vLLM's order
             return True
     except Exception as error:
         logger.info("%s", error)
     try:
         # Requests that wait for their loads, or that have ended and are still being saved, hold
-        # blocks. The running ones are preempted by now, and without its hash no block is found.
+        # blocks. The running ones are preempted by now, or marked, and without its hash no block is
+        # found.
         manager = core.scheduler.kv_cache_manager
         manager.evict_blocks(set(range(manager.block_pool.num_gpu_blocks)))
     except Exception as error:
@@ -102,17 +110,6 @@ def _evict_blocks(core: Any) -> bool:
         return True
     logger.error("the prefix cache may be stale; it is not read until the next commit")
     return False
-
-
-def has_our_connector(core: Any) -> bool:
-    """Return whether vLLM's KV connector is one of wtransfer's."""
-    transfer = getattr(core.vllm_config, "kv_transfer_config", None)
-    # A module path wins over the names in vLLM's factory.
-    return (
-        transfer is not None
-        and not getattr(transfer, "kv_connector_module_path", None)
-        and is_ours("connectors", transfer.kv_connector)
-    )
 
 
 def tell_connector(core: Any) -> None:

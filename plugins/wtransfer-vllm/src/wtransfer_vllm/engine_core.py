@@ -19,10 +19,11 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from wtransfer_vllm.caches import forget_kv, has_our_connector, tell_connector
+from wtransfer_vllm.caches import forget_kv, tell_connector
+from wtransfer_vllm.in_flight import TAG, is_mixed, keeps_in_flight
 from wtransfer_vllm.messages import Outcome, addressed, is_foreign, member_of
-from wtransfer_vllm.names import is_ours
-from wtransfer_vllm.spans import tag_of
+from wtransfer_vllm.names import has_our_connector, is_ours
+from wtransfer_vllm.spans import tag_of, tag_of_batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,8 +45,6 @@ WRITING = REPLACING | {START, DRAFT, UPDATE, FINISH}
 ON_EMPTY_VARIABLE = "WTRANSFER_VLLM_ON_EMPTY"
 """Environment variable of vLLM's processes: treatment of an engine whose model belongs to no
 version after a failed commit. ``serve``, the default: its label is ``empty``. ``end``: it ends."""
-TAG = "_attach_weight_version"
-"""The engine core's method that tags the outputs of one batch, oldest first; vLLM 0.32."""
 LED = ("sleep", "wake_up", "set_weight_version", TAG)
 """The engine core's methods that concern the weights, beside its calls to the workers."""
 
@@ -169,7 +168,12 @@ class Watch:
         self._fingerprint: str | None = None
         """Identity of the weights of `_held`."""
         self._in_flight: deque[str] = deque()
-        """Tags of the batches that were in flight at a commit and are not processed, in order."""
+        """Tags of batches that are not processed, in order: of those that were in flight at a
+        commit, and of all that are scheduled once requests have kept their KV."""
+        self._tags_batches = False
+        self._keeps_in_flight = False
+        """True if requests that run at a commit keep their KV; decided at the last invitation, for
+        nothing after a commit may raise before the caches have forgotten."""
         self._instance = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
 
     def pass_on(
@@ -190,10 +194,13 @@ class Watch:
             return self._pass_on_foreign(method, timeout, args, kwargs)
         if method == INIT:
             init_info = args[0] if args else (kwargs or {}).get("init_info")
-            _ends_when_empty()  # a word that is not known is refused before it is needed
+            # What is not known or cannot be done is refused before it is needed.
+            _ends_when_empty()
+            keeps = keeps_in_flight(self._core)
             may_commit = self._commits_anytime and not self._asleep
             invitation = addressed(init_info, self._instance, may_commit=may_commit)
             args, kwargs = (), {"init_info": invitation}
+            self._keeps_in_flight = keeps
         elif method == UPDATE and is_foreign(*args, **(kwargs or {})):
             raise ValueError(
                 "update_weights brings weights of another trainer: this backend takes rounds of "
@@ -269,10 +276,12 @@ class Watch:
         """
         outcomes = self._call(outcome_of)
         if any(outcome["touched"] for outcome in outcomes):
-            forget_kv(self._core)
+            forget_kv(self._core, keep_running=self._keeps_in_flight)
             held = {(outcome["version"], outcome["fingerprint"]) for outcome in outcomes}
             is_empty = any(outcome["state"] == "empty" for outcome in outcomes)
             self._label(*((EMPTY_LABEL, None) if is_empty or len(held) > 1 else held.pop()))
+            if self._keeps_in_flight:
+                self._tag_batches()
             if is_empty and _ends_when_empty():
                 self._end()
         failed = [each for each in outcomes if each["touched"] or not carried_out]
@@ -310,14 +319,42 @@ class Watch:
 
     def _label(self, label: str | None, fingerprint: str | None) -> None:
         if label is not None and hasattr(self._core, TAG):
-            # The workers take calls in order: each batch that is in the queue was computed before
-            # the weights changed. Those of an earlier commit have their tags.
-            num_batches = len(self._core.batch_queue or ())
-            self._in_flight.extend([self._tag] * (num_batches - len(self._in_flight)))
+            self._tag_in_flight()
             self._fingerprint = fingerprint
         self._held = label or self._held
         if label is not None and hasattr(self._core, "set_weight_version"):
             self._core.set_weight_version(label)
+
+    def _tag_in_flight(self) -> None:
+        # The workers take calls in order: each batch that is in the queue was computed before the
+        # weights changed. Those of an earlier commit have their tags.
+        num_batches = len(self._core.batch_queue or ())
+        self._in_flight.extend([self._tag] * (num_batches - len(self._in_flight)))
+        # vLLM's fault tolerance drops all that is in the queue.
+        while len(self._in_flight) > num_batches:
+            self._in_flight.popleft()
+
+    def _tag_batches(self) -> None:
+        """Tag each batch as it is scheduled, from here on; idempotent.
+
+        By the time that its tokens are processed a request may have ended, or have been preempted
+        and be computed anew: which of them rest on older KV is known when they are scheduled.
+        """
+        if self._tags_batches:
+            return
+        self._tags_batches = True
+        scheduler = self._core.scheduler
+        schedule = scheduler.schedule
+
+        def schedule_tagged(*args: Any, **kwargs: Any) -> Any:
+            self._tag_in_flight()
+            batch = schedule(*args, **kwargs)
+            requests = scheduler.requests
+            mixed = [each for each in batch.num_scheduled_tokens if is_mixed(requests[each])]
+            self._in_flight.append(tag_of_batch(self._tag, mixed))
+            return batch
+
+        scheduler.schedule = schedule_tagged
 
     @property
     def _tag(self) -> str:
@@ -327,9 +364,10 @@ class Watch:
         """Log how long a commit has kept requests from their next token, when that is there.
 
         Most of the pause is vLLM's: the reload of the model, and the prefill of all tokens of the
-        running requests, whose KV cache was of the old weights.
+        running requests, unless they keep their KV.
         """
         core, reloaded = self._core, time.perf_counter()
+        keeps = self._keeps_in_flight
         step = getattr(core, "step_fn", None)
         if step is None or hasattr(step, "wtransfer_pause"):
             return
@@ -340,11 +378,12 @@ class Watch:
                 core.step_fn = step
                 logger.info(
                     "the commit kept %d running requests from their next token for %.3f s: %.3f s "
-                    "to reload the model, %.3f s to compute their KV cache anew",
+                    "to reload the model, %.3f s for the next step%s",
                     num_running,
                     time.perf_counter() - begun,
                     reloaded - begun,
                     time.perf_counter() - reloaded,
+                    "" if keeps else ", which computes their KV cache anew",
                 )
             return outputs
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 PREFIX = "wtransfer-"
 _ours: dict[tuple[str, str], str] = {}
 """(kind, name in vLLM) -> name in wtransfer's registry."""
@@ -31,3 +33,14 @@ def our_name(kind: str, name: str) -> str:
 def vllm_names(kind: str) -> dict[str, str]:
     """Return name in wtransfer's registry -> name in vLLM, of one kind."""
     return {ours: name for (of, name), ours in _ours.items() if of == kind}
+
+
+def has_our_connector(core: Any) -> bool:
+    """Return whether vLLM's KV connector is one of wtransfer's."""
+    transfer = getattr(core.vllm_config, "kv_transfer_config", None)
+    # A module path wins over the names in vLLM's factory.
+    return (
+        transfer is not None
+        and not getattr(transfer, "kv_connector_module_path", None)
+        and is_ours("connectors", transfer.kv_connector)
+    )

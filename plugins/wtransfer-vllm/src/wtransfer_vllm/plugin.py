@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 
 ENGINE_CORE = "vllm.v1.engine.core"
+OUTPUT_PROCESSOR = "vllm.v1.engine.output_processor"
 CONNECTOR_FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 SPEC_FACTORY = "vllm.v1.kv_offload.factory"
 MULTI_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
@@ -77,9 +78,11 @@ def register_engines() -> list[str]:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from wtransfer_vllm.engine_core import FINISH, UPDATE, watch
+    from wtransfer_vllm.spans import follow_requests
 
     adapter = _adapter_of(WeightTransferEngine)
     commits_in = UPDATE if adapter == "SeedEngine" else FINISH
+    on_import(OUTPUT_PROCESSOR, lambda module: follow_requests(module.RequestState))
     # Also where no engine is registered: a connector needs the watch with any source of weights.
     on_import(ENGINE_CORE, lambda module: watch(module.EngineCore, commits_in))
     if adapter is None:

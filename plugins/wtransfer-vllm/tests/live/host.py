@@ -29,6 +29,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.platforms import current_platform
 from wtransfer.weight_version import process_weights
 
+from wtransfer_vllm import in_flight
 from wtransfer_vllm.clients import LLMClient
 from wtransfer_vllm.engine import SeedEngine
 from wtransfer_vllm.spans import spans
@@ -135,6 +136,15 @@ class Host:
             "longest_s": longest,
             "num_deferred": self.num_deferred,
         }
+
+    def keep_in_flight(self, keeps):
+        """Let requests that run at a commit keep their KV; in one process only."""
+        os.environ[in_flight.VARIABLE] = "keep" if keeps else "recompute"
+
+    def progress(self):
+        """Return the tokens of each request whose KV is computed; in one process only."""
+        requests = self._core().scheduler.requests.values()
+        return {each.request_id: each.num_computed_tokens for each in requests}
 
     def score(self, prompts):
         """Return how much less likely than the likeliest each token but the first of each is."""

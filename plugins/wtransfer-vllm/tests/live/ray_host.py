@@ -2,24 +2,20 @@
 
 python ray_host.py FOLDER MODEL CHECKPOINT PROMPT    FOLDER: Ray's, short, for sockets lie in it
 
-Run it in a network namespace of its own: Ray's processes listen on every interface that there is.
+`ray_apart.run` runs it.
 """
 
-import fcntl
 import json
-import socket
-import struct
 import sys
 import time
 
 import ray
+import ray_apart
 import wtransfer
 from safetensors.torch import load_file
 
 from wtransfer_vllm.ray_client import RayClient
 
-SIOCSIFFLAGS, IFF_UP = 0x8914, 1
-LOOPBACK = "127.0.0.1"
 DEADLINE_S = 10.0
 OPTIONS = {
     "dtype": "bfloat16",
@@ -27,15 +23,6 @@ OPTIONS = {
     "enforce_eager": True,
     "kv_cache_memory_bytes": 64 << 20,
 }
-
-
-def raise_loopback():
-    """Make 127.0.0.1 work in a new network namespace, where nothing else is."""
-    interfaces = [name for _, name in socket.if_nameindex()]
-    if interfaces != ["lo"]:
-        raise SystemExit(f"not in a network namespace of its own: {interfaces}")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
-        fcntl.ioctl(line, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP))
 
 
 def serving(model, **options):
@@ -103,25 +90,13 @@ def killed(actor, checkpoint):
 
 
 def main(folder, model, checkpoint, prompt):
-    raise_loopback()
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=80 << 20,
-        log_to_driver=False,
-        _node_ip_address=LOOPBACK,
-        _temp_dir=folder,
-    )
-    try:
+    with ray_apart.started(folder, num_cpus=2):
         actor = serving(model, weight_transfer_config={"backend": "shm"})
         return {
             "update": update(actor, checkpoint, prompt),
             "refusals": refusals(actor),
             "killed": killed(actor, checkpoint),
         }
-    finally:
-        ray.shutdown()
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ class Server:
         self._start(command, environ)
 
     def _start(self, command, environ):
+        self._begun_by = command, environ
         with self.log.open("w") as out:
             # A group of their own: an engine core outlives a front end that had to be killed.
             self.process = subprocess.Popen(
@@ -102,14 +103,22 @@ class Server:
         order = {"method": "pace", "args": [step_s]}
         httpx.post(f"{self.url}/collective_rpc", json=order, timeout=ANSWER_S).raise_for_status()
 
+    def kill(self):
+        """Kill it and whatever it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(20)
+
+    def start_again(self):
+        """Start it as it was started before, once it has ended."""
+        self._start(*self._begun_by)
+
     def close(self):
         """End it and whatever it started."""
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(20)
+        self.kill()
 
 
 class ServerOfWords(Server):

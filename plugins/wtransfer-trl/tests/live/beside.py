@@ -1,0 +1,132 @@
+"""Run a script that trains, unchanged, with something happening beside it.
+
+python beside.py '{"spoilt": 8, ...}' SCRIPT ARGUMENT...
+
+on_error: argument of ``install``.
+spoilt: number of an update of which one bit is another than its digest says.
+hold: number of a generation after which a line of standard input is waited for, and told.
+lora: train an adapter, and tell after each update whether it was unmerged.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import runpy
+import sys
+
+import torch
+import trl
+from peft import LoraConfig
+from trl.generation.vllm_client import VLLMClient
+from wtransfer.engines.shm import ShmTrainerEngine
+
+import wtransfer_trl
+
+
+class SpoilingSource:
+    """A round's source, one bit of which flips in its memory once it is digested."""
+
+    def __init__(self, source, number):
+        self._source = source
+        self._rounds_left = number
+
+    def __getattr__(self, name):
+        return getattr(self._source, name)
+
+    def iter_buckets(self, nbytes, allocate):
+        self._rounds_left -= 1
+        place = None
+
+        def noted(bucket):
+            nonlocal place
+            place = allocate(bucket)
+            return place
+
+        for number, bucket in enumerate(self._source.iter_buckets(nbytes, noted)):
+            if (self._rounds_left, number) == (0, 0):
+                place[0] ^= 1
+            yield bucket
+
+
+class Spoiling(ShmTrainerEngine):
+    number = 0
+
+    def __init__(self, init_info, *, client, source=None):
+        super().__init__(init_info, client=client, source=SpoilingSource(source, self.number))
+
+
+class Adapted(trl.GRPOTrainer):
+    """A trainer of an adapter, which looks at its model before and after each update."""
+
+    def __init__(self, *args, **more):
+        super().__init__(*args, peft_config=LoraConfig(r=4, init_lora_weights=False), **more)
+        update = VLLMClient.update_named_params
+
+        def checked(client, metadata, tensors):
+            # As it is after one merge and unmerge: no base weight is what it was before.
+            expected = copy.deepcopy(self.model)
+            expected.merge_adapter()
+            expected.unmerge_adapter()
+            expected = dict(expected.named_parameters())
+            try:
+                update(client, metadata, tensors)
+            finally:
+                found = dict(self.model.named_parameters())
+                say(
+                    "unmerged",
+                    found.keys() == expected.keys()
+                    and all(torch.equal(each, expected[name]) for name, each in found.items()),
+                )
+
+        VLLMClient.update_named_params = checked
+
+
+def hold_after(number):
+    """Wait after a generation, and tell when the update that follows begins."""
+    generate, update = VLLMClient.generate, VLLMClient.update_named_params
+    num_generated = 0
+
+    def counting(client, *args, **more):
+        nonlocal num_generated
+        answer = generate(client, *args, **more)
+        num_generated += 1
+        if num_generated == number:
+            say("generated", number)
+            sys.stdin.readline()
+        return answer
+
+    def telling(client, *args):
+        say("updating after", num_generated)
+        update(client, *args)
+
+    VLLMClient.generate, VLLMClient.update_named_params = counting, telling
+
+
+def say(*what):
+    print(*what, flush=True)  # noqa: T201  # its standard output is what tests read
+
+
+def main(order, script, *arguments):
+    asked = json.loads(order)
+    more = {name: asked[name] for name in ("on_error",) if name in asked}
+    if "spoilt" in asked:
+        Spoiling.number = asked["spoilt"]
+        more["trainer"] = Spoiling
+    install = wtransfer_trl.install
+
+    def installed(*args, **given):
+        install(*args, **given, **more)
+        if "hold" in asked:
+            hold_after(asked["hold"])
+
+    wtransfer_trl.install = functools.wraps(install)(installed)
+    if asked.get("lora"):
+        trl.GRPOTrainer = Adapted
+    sys.argv[:] = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

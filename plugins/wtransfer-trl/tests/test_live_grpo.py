@@ -1,0 +1,157 @@
+"""The script of the guide against the server of the guide, word for word, with faults beside it."""
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from server import environment
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+
+BESIDE = Path(__file__).with_name("live") / "beside.py"
+
+
+@pytest.fixture(scope="session")
+def script(guide):
+    (code,) = re.findall(r"```python\n(# train\.py\n.*?)```", guide, re.DOTALL)
+    return code
+
+
+@pytest.fixture
+def train(script, server, models, token, tmp_path):
+    """Maker of a training, by a script that is the guide's where no other is given."""
+
+    def begin(num_steps, script=script, **beside):
+        path = tmp_path / "train.py"
+        path.write_text(script, "utf-8")
+        command = [str(path), str(models / "A"), server.url, str(num_steps)]
+        if beside:
+            command = [str(BESIDE), json.dumps(beside), *command]
+        return Training(tmp_path, command, environment() | token)
+
+    return begin
+
+
+class Training:
+    """A script that trains, in a process of its own."""
+
+    def __init__(self, folder, command, env):
+        self.log = folder / "train.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *command],
+                cwd=folder,
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.communicate()
+
+    def wait_for(self, line):
+        for each in self.process.stdout:
+            if each == f"{line}\n":
+                return
+        raise AssertionError(self.log.read_text()[-3000:])
+
+    def go_on(self):
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def end(self, *, status=0):
+        """Return what it has told since, and what it has logged."""
+        told, _ = self.process.communicate(timeout=300)
+        logged = self.log.read_text()
+        assert self.process.returncode == status, logged[-3000:]
+        return told, logged
+
+
+def rows_of(told):
+    found = re.findall(r"^step (\d+) reward (\S+) version (\d+) stale (\d+)$", told, re.MULTILINE)
+    return [(int(step), float(reward), int(v), int(stale)) for step, reward, v, stale in found]
+
+
+def versions_of(told):
+    return [(step, version, stale) for step, _, version, stale in rows_of(told)]
+
+
+def test_every_step_publishes_its_policy(train, server):
+    with train(3) as training:
+        told, _ = training.end()
+    assert versions_of(told) == [(1, 1, 0), (2, 2, 0), (3, 3, 0)]
+    assert server.label() == "trl-3"
+
+
+@pytest.mark.nightly
+def test_rewards_rise(train):
+    with train(12) as training:
+        told, _ = training.end()
+    rewards = [reward for _, reward, _, _ in rows_of(told)]
+    assert len(rewards) == 12
+    assert statistics.mean(rewards[-4:]) > statistics.mean(rewards[:4])
+
+
+@pytest.mark.nightly
+def test_without_install_trl_refuses_to_update_without_a_gpu(train, script):
+    without, num_left_out = re.subn(r"(?m)^wtransfer_trl\.install\(.*\n", "", script)
+    assert num_left_out == 1
+    with train(3, without) as training:
+        told, logged = training.end(status=1)
+    assert "needs a CUDA device, got 'cpu'" in logged
+    assert not rows_of(told)
+
+
+@pytest.mark.nightly
+def test_server_that_was_killed_before_an_update_gets_the_whole_set(train, server):
+    with train(8, hold=5) as training:
+        training.wait_for("generated 5")
+        assert server.label() == "trl-5"
+        server.kill()
+        training.go_on()
+        # It waits for a server, and there is none yet.
+        training.wait_for("updating after 5")
+        server.start_again()
+        told, _ = training.end()
+    assert versions_of(told) == [(step, step, 0) for step in range(1, 9)]
+    assert server.label() == "trl-8"
+
+
+@pytest.mark.nightly
+def test_spoilt_update_ends_training_and_the_old_policy_serves(train, server):
+    with train(12, spoilt=8) as training:
+        told, logged = training.end(status=1)
+    assert "DigestMismatchError" in logged
+    assert not rows_of(told)
+    assert server.label() == "trl-7"
+    assert server.tokens(["Once upon a time"])
+
+
+@pytest.mark.nightly
+def test_spoilt_update_is_told_and_training_goes_on_with_keep(train, server):
+    with train(12, spoilt=8, on_error="keep") as training:
+        told, logged = training.end()
+    assert "update trl-8 failed, the server keeps its policy, 1 update(s) behind: " in logged
+    expected = [(step, step, 0) for step in range(1, 13)]
+    expected[7] = (8, 7, 1)
+    assert versions_of(told) == expected
+    assert server.label() == "trl-12"
+
+
+@pytest.mark.nightly
+def test_adapters_are_unmerged_after_each_update_and_after_a_spoilt_one(train):
+    with train(3, lora=True, spoilt=2, on_error="keep") as training:
+        told, logged = training.end()
+    assert "update trl-2 failed" in logged
+    assert re.findall("^unmerged (.*)$", told, re.MULTILINE) == ["True"] * 3
+    assert versions_of(told) == [(1, 1, 0), (2, 1, 1), (3, 3, 0)]

@@ -1,0 +1,535 @@
+"""TRL's own client and iterator; the server is a plain worker of wtransfer."""
+
+import contextlib
+import copy
+import logging
+import math
+import secrets
+import threading
+import time
+from contextlib import closing, contextmanager
+from types import SimpleNamespace
+
+import peft
+import pytest
+import torch
+import transformers
+import trl
+import wtransfer
+from trl.experimental.online_dpo import OnlineDPOTrainer
+from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
+from wtransfer.errors import AuthenticationError, CommitError, PeerLostError, WTransferError
+from wtransfer.testing.fleet import committing
+from wtransfer.weight_sync.worker.target import StateDictTarget
+
+import wtransfer_trl
+
+TOKEN = "0123456789abcdef" * 4
+
+
+class Client(VLLMClient):
+    """TRL's client, of a server that has no route but those of weights."""
+
+    def __init__(self, base_url):
+        self.config = {"backend": "shm"}
+        self.base_url = base_url
+        self.communicator = None
+
+    def get_server_info(self):
+        return {"weight_transfer_config": self.config}
+
+
+@pytest.fixture(autouse=True)
+def shared_token(restored, monkeypatch):
+    monkeypatch.setenv("WTRANSFER_TOKEN", TOKEN)
+
+
+@contextmanager
+def working(target, join=None):
+    """A worker which commits whenever it can."""
+    with (
+        closing(wtransfer.WorkerSession(target, join=join, instance=str(join))) as session,
+        committing(session),
+    ):
+        yield session
+
+
+@contextmanager
+def serving(tensors, listen="tcp:127.0.0.1:0"):
+    """A worker behind HTTP."""
+    with (
+        working(tensors) as session,
+        closing(wtransfer.WorkerServer(session, listen=listen)) as server,
+    ):
+        yield server
+
+
+class Refusing(StateDictTarget):
+    """A model whose own loading may fail."""
+
+    is_refusing = False
+
+    def apply(self, given):
+        # The weights before it takes: they are put back.
+        if self.is_refusing and not same(dict(given), tensors(1.0)):
+            raise RuntimeError("the model says no")
+        super().apply(given)
+
+
+@contextmanager
+def connected(server, **arguments):
+    wtransfer_trl.install(**arguments)
+    client = Client(url_of(server))
+    client.init_communicator()
+    try:
+        yield client
+    finally:
+        client.close_communicator()
+        assert client.communicator is None
+
+
+def url_of(server):
+    return server.address.replace("tcp:", "http://")
+
+
+def tensors(value):
+    return {"a": torch.full((4, 3), value), "b": torch.full((5,), value)}
+
+
+def push(client, values):
+    metadata = [(name, "float32", list(each.shape)) for name, each in values.items()]
+    client.update_named_params(metadata, iter(values.items()))
+    client.reset_prefix_cache()
+
+
+def send_whole_set_and_fail(client):
+    for name, tensor in tensors(1.0).items():
+        client.update_named_param(name, tensor)
+    raise RuntimeError("gathering failed")
+
+
+def logged():
+    state = SimpleNamespace(log_history=[{"reward": 1.0}])
+    logs = {"reward": 1.0}
+    wtransfer_trl.Metrics().on_log(None, state, None, logs=logs)
+    assert state.log_history == [logs]
+    return {name.removeprefix("wtransfer/"): value for name, value in logs.items()}
+
+
+def until(condition, timeout_s=20.0):
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def same(first, second):
+    return all(torch.equal(first[name], second[name]) for name in first | second)
+
+
+def test_updates_of_a_stream_commit_and_are_counted():
+    served = tensors(0.0)
+    with serving(served) as server, connected(server) as client:
+        for number in (1, 2, 3):
+            push(client, tensors(float(number)))
+            assert same(served, tensors(float(number)))
+            numbers = logged()
+            assert (numbers["version"], numbers["stale_steps"]) == (number, 0)
+            assert (numbers["bytes"], numbers["seconds"] > 0) == (17 * 4, True)
+
+
+def test_client_that_was_closed_leaves_its_server_to_another():
+    served = tensors(0.0)
+    with serving(served) as server:
+        for number in (1, 2):
+            with connected(server) as client:
+                push(client, tensors(float(number)))
+            assert same(served, tensors(float(number)))
+
+
+def test_tensors_of_a_block_are_one_update_of_what_they_were():
+    served = tensors(0.0)
+    with serving(served) as server, connected(server) as client:
+        with client.weight_update():
+            for name, tensor in tensors(1.0).items():
+                client.update_named_param(name, tensor)
+                tensor.zero_()  # as an adapter that is unmerged within the block
+            assert same(served, tensors(0.0))
+        assert same(served, tensors(1.0))
+        assert logged()["version"] == 1
+
+
+def test_block_that_raises_publishes_nothing():
+    served = tensors(0.0)
+    with serving(served) as server, connected(server) as client:
+        with pytest.raises(RuntimeError, match="gathering"), client.weight_update():
+            send_whole_set_and_fail(client)
+        assert same(served, tensors(0.0))
+        push(client, tensors(2.0))
+        assert same(served, tensors(2.0))
+
+
+def test_tensor_outside_of_a_block_is_refused():
+    within = pytest.raises(RuntimeError, match=r"within `with client.weight_update\(\):`")
+    with serving(tensors(0.0)) as server, connected(server) as client, within:
+        client.update_named_param("a", torch.ones(4, 3))
+
+
+def test_unknown_names_raise_and_the_next_update_commits():
+    served = tensors(0.0)
+    with serving(served) as server, connected(server) as client:
+        with pytest.raises(WTransferError, match=r"model\.a"):
+            push(client, {f"model.{name}": each for name, each in tensors(1.0).items()})
+        assert same(served, tensors(0.0))
+        push(client, tensors(2.0))
+        assert same(served, tensors(2.0))
+
+
+def test_failed_updates_are_logged_and_counted_with_keep(caplog):
+    served = tensors(0.0)
+    with serving(served) as server, connected(server, on_error="keep") as client:
+        push(client, tensors(1.0))
+        with caplog.at_level(logging.ERROR, "wtransfer_trl"):
+            for _ in range(2):
+                push(client, {"a": torch.ones(4, 3), "c": torch.ones(5)})
+        assert "update trl-3 failed, the server keeps its policy, 2 update(s) behind" in caplog.text
+        assert same(served, tensors(1.0))
+        assert (logged()["version"], logged()["stale_steps"]) == (1, 2)
+        push(client, tensors(4.0))
+        assert same(served, tensors(4.0))
+        assert (logged()["version"], logged()["stale_steps"]) == (4, 0)
+        push(client, {"a": torch.ones(4, 3)})
+        assert (logged()["version"], logged()["stale_steps"]) == (4, 1)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "keep"])
+def test_next_update_brings_to_one_set_what_a_commit_has_left_on_two(on_error, caplog):
+    served, others = tensors(0.0), tensors(0.0)
+    target = Refusing(others)
+    listen = f"unix:@{secrets.token_hex(8)}"
+    with (
+        serving(served) as server,
+        connected(server, on_error=on_error, listen=listen) as client,
+        working(target, listen),
+    ):
+        push(client, tensors(1.0))
+        # Late, it is brought up to date.
+        until(lambda: same(others, tensors(1.0)))
+        target.is_refusing = True
+        raised = pytest.raises(CommitError, match="the model says no")
+        with raised if on_error == "raise" else contextlib.nullcontext():
+            push(client, tensors(2.0))
+        assert (same(served, tensors(2.0)), same(others, tensors(1.0))) == (True, True)
+        assert (logged()["version"], logged()["stale_steps"]) == (1, 1)
+        told = "update trl-2 failed, the server may serve two policies until an update succeeds"
+        assert (told in caplog.text) == (on_error == "keep")
+        target.is_refusing = False
+        push(client, tensors(3.0))
+        assert (same(served, tensors(3.0)), same(others, tensors(3.0))) == (True, True)
+        assert (logged()["version"], logged()["stale_steps"]) == (3, 0)
+
+
+class Gathered:
+    """A stream that notes what was read, and may raise at one of its tensors."""
+
+    def __init__(self, values, fails_at=None):
+        self.values, self.fails_at, self.read = values, fails_at, []
+
+    def __iter__(self):
+        for name, tensor in self.values.items():
+            if name == self.fails_at:
+                raise RuntimeError("out of memory")
+            self.read.append(name)
+            yield name, tensor
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_stream_that_fails_is_raised_also_with_keep(refused):
+    served = tensors(0.0) | ({"more": torch.zeros(1)} if refused else {})
+    with serving(served) as server, connected(server, on_error="keep") as client:
+        metadata = [(name, "float32", list(each.shape)) for name, each in tensors(1.0).items()]
+        with pytest.raises(WTransferError):
+            client.update_named_params(metadata, Gathered(tensors(1.0), "b"))
+
+
+def test_update_whose_metadata_is_wrong_reads_its_stream_all_the_same():
+    with serving(tensors(0.0)) as server, connected(server, on_error="keep") as client:
+        stream = Gathered(tensors(1.0))
+        with pytest.raises(AttributeError, match="float99"):
+            client.update_named_params([("a", "float99", [4, 3])], stream)
+        assert stream.read == ["a", "b"]
+
+
+class Large(torch.Tensor):
+    """A tensor of which there is room for one."""
+
+    def clone(self):
+        raise torch.OutOfMemoryError("no room for a copy")
+
+
+def send_without_room(client, passed):
+    for name, tensor in tensors(1.0).items():
+        client.update_named_param(name, tensor.as_subclass(Large))
+        passed.append(name)
+
+
+def test_copy_that_fails_is_raised_when_the_block_is_over():
+    served, passed = tensors(0.0), []
+    with serving(served) as server, connected(server, on_error="keep") as client:
+        with pytest.raises(torch.OutOfMemoryError), client.weight_update():
+            send_without_room(client, passed)
+        assert passed == ["a", "b"]
+        assert same(served, tensors(0.0))
+        push(client, tensors(2.0))
+        assert same(served, tensors(2.0))
+
+
+def test_first_update_that_fails_is_logged_as_version_zero(caplog):
+    target = Refusing(tensors(1.0))
+    with serving(target) as server, connected(server, on_error="keep") as client:
+        target.is_refusing = True
+        push(client, tensors(2.0))
+        # The only worker has put its weights back.
+        assert "update trl-1 failed, the server keeps its policy, 1 update(s) behind" in caplog.text
+        assert (logged()["version"], logged()["stale_steps"]) == (0, 1)
+
+
+def test_server_that_is_away_is_said_to_be(caplog):
+    with serving(tensors(0.0)) as server:
+        wtransfer_trl.install(return_s=0, on_error="keep")
+        client = Client(url_of(server))
+        client.init_communicator()
+    with closing(client.communicator):
+        push(client, tensors(1.0))
+    assert "update trl-1 failed, the server was not reached, 1 update(s) behind" in caplog.text
+
+
+def test_client_that_connects_again_leaves_its_server_first():
+    served = tensors(0.0)
+    with serving(served) as server, connected(server) as client:
+        client.init_communicator()
+        push(client, tensors(1.0))
+        assert same(served, tensors(1.0))
+
+
+def test_server_that_was_restarted_is_invited_again():
+    with serving(tensors(0.0)) as server:
+        listen = server.address
+        wtransfer_trl.install(return_s=30)
+        client = Client(url_of(server))
+        client.init_communicator()
+        push(client, tensors(1.0))
+    served, came_back = tensors(0.0), threading.Event()
+
+    def restart():
+        with serving(served, listen):
+            assert came_back.wait(30)
+
+    timer = threading.Timer(1.5, restart)
+    timer.start()
+    try:
+        push(client, tensors(2.0))
+        assert same(served, tensors(2.0))
+    finally:
+        came_back.set()
+        timer.join()
+        client.close_communicator()
+
+
+def test_server_that_stays_away_raises_within_its_bound():
+    with serving(tensors(0.0)) as server:
+        wtransfer_trl.install(return_s=1)  # the default is 120
+        client = Client(url_of(server))
+        client.init_communicator()
+    begun = time.monotonic()
+    with closing(client.communicator), pytest.raises(PeerLostError):
+        push(client, tensors(1.0))
+    assert time.monotonic() - begun < 30
+
+
+def test_server_without_an_engine_and_wrong_token_are_named():
+    with serving(tensors(0.0)) as server:
+        wtransfer_trl.install("file", options={"path": "unused"})
+        client = Client(url_of(server))
+        client.config = None
+        with pytest.raises(WTransferError, match="no weight-transfer engine; start it with --wei"):
+            client.init_communicator()
+        wtransfer_trl.install(token="f" * 64)
+        client.config = {"backend": "shm"}
+        with pytest.raises(AuthenticationError, match="token"):
+            client.init_communicator()
+
+
+@pytest.mark.parametrize("version", ["1.15.2", "1.17.0"])
+def test_other_trl_and_wrong_argument_are_refused_and_replace_nothing(monkeypatch, version):
+    own = VLLMClient.weight_update
+    with pytest.raises(ValueError, match="'raise' or 'keep'"):
+        wtransfer_trl.install(on_error="ignore")
+    with pytest.raises(ValueError, match="'raise' or 'keep'"):
+        wtransfer_trl.WeightTransfer("http://127.0.0.1:1", on_error="ignore")
+    monkeypatch.setattr(trl, "__version__", version)
+    with pytest.raises(ImportError, match=rf"this is TRL {version}: .*trl>=1.16,<1.17"):
+        wtransfer_trl.install()
+    assert VLLMClient.weight_update is own
+
+
+def adapted():
+    """A tiny model with an adapter that does something, as TRL trains it."""
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    model = peft.get_peft_model(
+        transformers.LlamaForCausalLM(config), peft.LoraConfig(target_modules=["q_proj", "v_proj"])
+    )
+    for name, each in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(each)
+    return model
+
+
+def generation_of(model, client):
+    """TRL's `VLLMGeneration`, as far as its `sync_weights` reads it."""
+    generation = VLLMGeneration.__new__(VLLMGeneration)
+    generation.model, generation.vllm_client, generation.mode = model, client, "server"
+    generation.accelerator = SimpleNamespace(is_main_process=True)
+    generation._dist = SimpleNamespace(gather_params=lambda _: contextlib.nullcontext())
+    generation._dist.is_fsdp = False
+    generation._weight_metadata = None
+    return generation.sync_weights
+
+
+def online_dpo_of(model, client):
+    """TRL's trainer, as far as its update of the weights reads it."""
+    trainer = OnlineDPOTrainer.__new__(OnlineDPOTrainer)
+    trainer.model, trainer.vllm_client, trainer.vllm_mode = model, client, "server"
+    trainer.accelerator = SimpleNamespace(
+        is_main_process=True, state=SimpleNamespace(deepspeed_plugin=None)
+    )
+    trainer.is_fsdp_enabled = False
+    return trainer._move_model_to_vllm
+
+
+def merged_and_unmerged(model, num_passes):
+    """Return an equal model after passes of TRL's, and what the last one sends, by name."""
+    copied = copy.deepcopy(model)
+    for _ in range(num_passes):
+        copied.merge_adapter()
+        sent = {
+            name.removeprefix("base_model.model.").replace(".base_layer", ""): each.clone()
+            for name, each in copied.named_parameters()
+            if "lora" not in name
+        }
+        copied.unmerge_adapter()
+    return copied, sent
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+@pytest.mark.parametrize(
+    ("update_of", "num_passes"),
+    [
+        (generation_of, 2),  # one pass for metadata, and one for the tensors
+        (online_dpo_of, 1),
+    ],
+)
+def test_adapters_are_unmerged_after_every_update(update_of, num_passes, is_refused):
+    model = adapted()
+    expected, wanted = merged_and_unmerged(model, num_passes)
+    served = {name: torch.zeros_like(each) for name, each in wanted.items()}
+    if is_refused:
+        served["more"] = torch.zeros(1)
+    with serving(served) as server, connected(server) as client:
+        if is_refused:
+            with pytest.raises(WTransferError):
+                update_of(model, client)()
+            assert not any(map(torch.any, served.values()))
+        else:
+            update_of(model, client)()
+            assert same(served, wanted)
+    assert same(dict(model.named_parameters()), dict(expected.named_parameters()))
+    assert not any(getattr(each, "merged", False) for each in model.modules())
+
+
+def test_trainer_that_sends_tensor_by_tensor_makes_one_update_of_each_step():
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    served = {name: torch.zeros_like(each) for name, each in model.named_parameters()}
+    with serving(served) as server, connected(server) as client:
+        update = online_dpo_of(model, client)
+        for number in (1, 2):
+            update()
+            assert same(served, dict(model.named_parameters()))
+            assert logged()["version"] == number
+            with torch.no_grad():
+                for each in model.parameters():
+                    each.add_(1)
+
+
+class Trainer:
+    """What TRL's asynchronous trainers do with their ``weight_transfer=``, in their order."""
+
+    def __init__(self, weight_transfer):
+        self.weight_transfer = weight_transfer
+        weight_transfer.init_weight_transfer()
+
+    def sync(self, values):
+        read = []
+
+        def stream():
+            for name, tensor in values.items():
+                read.append(name)
+                yield name, tensor
+
+        self.weight_transfer.pause()
+        try:
+            self.weight_transfer.send_weights(stream())
+        finally:
+            assert read == list(values)
+        self.weight_transfer.resume()
+
+
+def test_asynchronous_trainer_publishes_what_its_iterator_yields():
+    served = tensors(0.0)
+    with serving(served) as server:
+        transfer = wtransfer_trl.WeightTransfer(url_of(server), nonfinite="reject")
+        with pytest.raises(RuntimeError, match="init_weight_transfer"):
+            transfer.send_weights(iter(()))
+        trainer = Trainer(transfer)
+        try:
+            trainer.sync(tensors(1.0))
+            assert same(served, tensors(1.0))
+            with pytest.raises(WTransferError, match="NaN"):
+                trainer.sync(tensors(math.nan))
+            assert same(served, tensors(1.0))
+            assert (logged()["version"], logged()["stale_steps"]) == (1, 1)
+            trainer.sync(tensors(3.0))
+            assert same(served, tensors(3.0))
+        finally:
+            transfer.destroy()
+            transfer.destroy()
+        with connected(server) as client:
+            push(client, tensors(4.0))
+        assert same(served, tensors(4.0))
+
+
+def test_asynchronous_trainer_goes_on_with_keep(caplog):
+    served = tensors(0.0)
+    with serving(served) as server:
+        transfer = wtransfer_trl.WeightTransfer(url_of(server), on_error="keep", nonfinite="reject")
+        trainer = Trainer(transfer)
+        try:
+            trainer.sync(tensors(math.nan))
+            assert (
+                "update trl-1 failed, the server keeps its policy, 1 update(s) behind"
+                in caplog.text
+            )
+            trainer.sync(tensors(3.0))
+            assert same(served, tensors(3.0))
+        finally:
+            transfer.destroy()
