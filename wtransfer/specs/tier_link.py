@@ -153,12 +153,11 @@ class TierLink(Link):
             queue.LifoQueue[int](),
             queue.LifoQueue[int](),
         )
-        for number in range(num_puts):
-            self._free.put(number)
-        for number in range(num_puts, num_puts + num_gets, self._get_batch):
-            self._free_for_loads.put(number)
-        for number in range(num_copies):
-            self._free_for_copies.put(num_puts + num_gets + number)
+        # Filled as lists, while no thread has them: small blocks may have a million buffers.
+        self._free.queue.extend(range(num_puts))
+        self._free_for_loads.queue.extend(range(num_puts, num_puts + num_gets, self._get_batch))
+        first_copy = num_puts + num_gets
+        self._free_for_copies.queue.extend(range(first_copy, first_copy + num_copies))
         self.copiers = copiers_of(self._buffers, groups, rank, blocks_per_chunk)
         self._lock = threading.Lock()
         # Keys of blocks that are there and of no use: they are put again all the same.
