@@ -423,20 +423,20 @@ def test_show_lists_options(cli):
         (card,) = json.loads(done.stdout)
         return {each["name"]: each for each in card["options"]}
 
-    def options(name):
+    def options(kind, name):
         # As `show` reads them, which imports torch anew each time.
-        cls = registry("connectors").get(name)
+        cls = registry(kind).get(name)
         return {each["name"]: each for each in options_of(cls.options_cls)}
 
-    assert shown("CPUOffloadingSpec")["cpu_bytes_to_use"] == {
+    assert options("specs", "CPUOffloadingSpec")["cpu_bytes_to_use"] == {
         "name": "cpu_bytes_to_use",
         "type": "int",
         "default": None,
         "help": "Host memory for all ranks of the instance together, headers included.",
     }
-    of_two = options("SharedStorageConnector")
+    of_two = shown("SharedStorageConnector")
     assert of_two["shared_storage_path"]["default"] is None
     assert (of_two["write_back"]["type"], of_two["write_back"]["default"]) == ("bool", "False")
     assert shown("gloo")["packed_buffer_size_bytes"]["default"] == "16 << 20"
     assert shown("acme") == {}
-    assert "lease_s" in options("ProcessGroupConnector")
+    assert "lease_s" in options("connectors", "ProcessGroupConnector")
