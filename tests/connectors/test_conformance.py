@@ -68,7 +68,7 @@ class TestOffloadingConnectorOfLargerBlocks(TestOffloadingConnector):
     }
 
 
-@pytest.mark.slow  # the random services show it each time
+@pytest.mark.nightly  # the matrix of weights and the random services show it in the gate
 class TestTieringOffloadingSpec(ConnectorConformance):
     """Over an arena over files: of the arena, only the instance that filled it has anything."""
 
@@ -145,7 +145,7 @@ class TestTokensConnector(ConnectorConformance):
         return bool(files)
 
 
-@pytest.mark.slow  # the other one passes the same kit each time
+@pytest.mark.nightly  # the other one passes the same kit, and `test_fenced.py` has both
 class TestTokensConnectorWhoseLoadsOutlastTheStep(TestTokensConnector):
     """In the style of the seed."""
 

@@ -33,17 +33,22 @@ CHANGES = {"same weights": (), "change": (1,), "way back": (1, 0)}
 ROOM = {"room": None, "evicting": 96}
 """How many tokens are kept: what is asked last, and cut while that comes; None: all."""
 ENDS = ("", "restart")
-BLOCK_SIZES = (16, 4)
+MARKS = {16: ((), pytest.mark.slow), 4: (pytest.mark.slow, pytest.mark.nightly)}
+"""Block size -> marks of cells that have any two other values together, and of the rest."""
 
 
 def cells():
-    """Return all cells; those tried each time have blocks of 16, and any two other values."""
+    """Return all cells; those tried each time have blocks of 16, and any two other values.
+
+    With blocks of 4 as many are slow, and the rest nightly: that size changes how many blocks a
+    cell has, and nothing else.
+    """
     found = []
     for (i, connector), (j, change) in itertools.product(enumerate(CONNECTORS), enumerate(CHANGES)):
         for k, (room, end) in enumerate(itertools.product(ROOM, ENDS)):
-            for block_size in BLOCK_SIZES:
+            for block_size, (some, rest) in MARKS.items():
                 values = connector, change, room, end, block_size
-                marks = () if block_size == 16 and k == (i + j) % 4 else pytest.mark.slow
+                marks = some if k == (i + j) % 4 else rest
                 name = " ".join(str(each) for each in values if each)
                 found.append(pytest.param(*values, id=name, marks=marks))
     return found
