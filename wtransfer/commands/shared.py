@@ -1,4 +1,4 @@
-"""Common parts of commands: their end on a signal, and some options."""
+"""Common parts of commands: their end on a signal, some options, and tables."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from wtransfer.transport.handshake import resolve_token
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from types import FrameType
 
 token_file_option = click.option(
@@ -24,6 +26,39 @@ deadline_option = click.option(
     show_default=True,
     help="Longest time without progress.",
 )
+
+
+def given_token(token_file: str | None) -> str | None:
+    """Return the token of ``--token-file``, else that of the environment; None: none is given.
+
+    Raises:
+        AuthenticationError: The file cannot be trusted or read, or is empty.
+    """
+    if token_file is None:
+        return resolve_token(None)
+    return resolve_token(None, {"WTRANSFER_TOKEN_FILE": token_file})
+
+
+def printable(text: str) -> str:
+    """Return a text as one line that cannot steer a terminal: control characters are escaped."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
+def table(rows: Sequence[Sequence[str]], num_text_columns: int) -> Iterator[str]:
+    """Yield the lines of a table.
+
+    Args:
+        rows: Cells, the head first.
+        num_text_columns: Columns from the left that hold text; further ones hold numbers.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.ljust(width) if index < num_text_columns else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -11,16 +11,21 @@ A few lines of Python do the same::
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from wtransfer.commands.shared import EndSignal, deadline_option, end_signals, token_file_option
+from wtransfer.commands.shared import (
+    EndSignal,
+    deadline_option,
+    end_signals,
+    given_token,
+    token_file_option,
+)
 from wtransfer.errors import AddressError, AuthenticationError, CommitError, WTransferError
-from wtransfer.transport.handshake import new_token, resolve_token
+from wtransfer.transport.handshake import new_token
 
 _WAIT_S = 0.2  # a signal takes as long, at most
 
@@ -83,8 +88,7 @@ def worker(
             from wtransfer.weight_sync.http.server import WorkerServer
             from wtransfer.weight_sync.worker.session import ServingHost, WorkerSession
 
-            environ = {"WTRANSFER_TOKEN_FILE": token_file} if token_file else os.environ
-            given = resolve_token(None, environ)
+            given = given_token(token_file)
             token = given or new_token()
             tensors = dict(CheckpointSource(checkpoint).iter_full())
             session = stack.enter_context(

@@ -8,8 +8,12 @@ POST ``/start_weight_update``,              403: weights come in rounds of a pub
 ``/update_weights``,                        every byte
 ``/finish_weight_update``
 POST ``/pause`` ``?mode=``, ``/resume``     call the host; updates are applied either way
-GET ``/weight_info`` ``?digests=``          label, fingerprint, state and proof of the weights
+GET ``/weight_info`` ``?digests=``          label, fingerprint, state and proof of the weights, the
+                                            update on its way, and the last error
 GET ``/healthz``                            503 when the worker must not serve
+GET ``/readyz`` ``?fingerprint=``           503 when it must not serve, is paused, or holds other
+                                            weights than those of the fingerprint
+GET ``/metrics``                            rounds and weights, for Prometheus
 ==========================================  =======================================================
 
 Every request needs the token: ``Authorization: Bearer TOKEN``, or TOKEN as the password of
@@ -432,6 +436,7 @@ class _Routes:
                 *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
                 Route("/weight_info", self._weight_info),
                 Route("/healthz", self._healthz),
+                Route("/readyz", self._readyz),
             ],
             middleware=[
                 Middleware(
@@ -508,6 +513,14 @@ class _Routes:
         state = self._session.state
         return JSONResponse({"state": state}, 503 if state == "empty" else 200)
 
+    async def _readyz(self, request: Request) -> JSONResponse:
+        wanted = request.query_params.get("fingerprint")
+        status = self._session.status()
+        is_held = wanted in (None, status.fingerprint)
+        ready = is_held and status.state != "empty" and self._paused is None
+        told = {"ready": ready, "state": status.state, "fingerprint": status.fingerprint}
+        return JSONResponse({**told, "paused": self._paused}, 200 if ready else 503)
+
     def _held(self) -> dict[str, Any]:
         from wtransfer import __version__
 
@@ -518,6 +531,14 @@ class _Routes:
             "state": status.state,
             "verified": status.verified,
             "worker": status.worker,
+            "instance": status.instance,
+            "rank": status.rank,
+            "num_ranks": status.num_ranks,
+            "since_s": status.since_s,
+            "update": None if status.update is None else vars(status.update),
+            "last_error": None if status.last_error is None else str(status.last_error),
+            "publisher": status.publisher,
+            "connected": status.connected,
             "paused": self._paused,
             "wtransfer": __version__,
         }

@@ -30,7 +30,7 @@ from wtransfer.errors import (
     WTransferError,
 )
 from wtransfer.registry import hooks
-from wtransfer.weight_sync.messages import Plan
+from wtransfer.weight_sync.messages import Plan, RoundStatus
 from wtransfer.weight_sync.report import Report, WorkerReport, commit_error
 from wtransfer.weight_sync.trainer.round_state import RoundState
 from wtransfer.weight_sync.trainer.workers import send_to
@@ -241,6 +241,20 @@ class Coordinator:
         """Return the bytes that each worker of the round has staged so far, by its name."""
         with self._lock:
             return {rank.worker.name: rank.nbytes for rank in self.state.ranks()}
+
+    def status(self) -> RoundStatus:
+        """Return how far the round is."""
+        with self._lock:
+            moved = (rank.moved_at for rank in self.state.ranks())
+            return RoundStatus(
+                round_id=self.round_id,
+                version=self.version,
+                phase=self.phase,
+                nbytes=self.nbytes,
+                age_s=self._clock.total(),
+                idle_s=_idle_s(self._clock.begun, self._runner.source.moved_at, *moved),
+                is_catch_up=self.is_resend,
+            )
 
     def abort(self, reason: str) -> None:
         """End the round before its commit. Later, or a second time, do nothing."""
@@ -576,7 +590,8 @@ class Coordinator:
         with self._lock:
             for rank in self.state.ranks():
                 if rank.outcome == "pending":
-                    rank.worker.state = "pending"
+                    worker = rank.worker
+                    worker.holds(worker.version, worker.fingerprint, "pending")
 
     def _apply_by_hosts(self) -> None:
         """Let serving engines apply, on a thread of its own: their answer needs the `Finish`."""
