@@ -61,6 +61,9 @@ def test_worker_command_commits_a_published_version_and_logs_it(start, commit):
     worker.until_it_says(f"now 'step-1': {report.fingerprint} (verified by digests)")
     digests = HttpClient(worker.url, worker.token).weight_info(digests=True)["digests"]
     assert digests == {name: digest(tensor) for name, tensor in changed.items()}
+    scraped = worker.ask(b"GET /metrics\r\n\r\n")[0].decode()
+    assert 'wtransfer_rounds_ended_total{error="",outcome="committed",side="worker"} 1.0' in scraped
+    assert f'fingerprint="{report.fingerprint}",state="serving",version="step-1"' in scraped
 
 
 def test_worker_command_casts_masters_of_more_bits_if_told_to_and_says_how_if_not(start):

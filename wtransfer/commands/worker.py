@@ -13,10 +13,11 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from wtransfer import hooks
 from wtransfer.commands.shared import (
     EndSignal,
     deadline_option,
@@ -24,8 +25,19 @@ from wtransfer.commands.shared import (
     given_token,
     token_file_option,
 )
-from wtransfer.errors import AddressError, AuthenticationError, CommitError, WTransferError
+from wtransfer.errors import (
+    AddressError,
+    AuthenticationError,
+    CommitError,
+    PluginNotInstalledError,
+    WTransferError,
+)
 from wtransfer.transport.handshake import new_token
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from wtransfer.weight_sync.worker.session import WorkerSession
 
 _WAIT_S = 0.2  # a signal takes as long, at most
 
@@ -78,9 +90,10 @@ def worker(
 ) -> None:
     """Hold the weights of a checkpoint, and take new ones from publishers until ended.
 
-    It serves HTTP under the names of vLLM's routes: `wtransfer push --to` reaches it, and so does
-    GET /weight_info. The token comes from --token-file or WTRANSFER_TOKEN; without any, a new one
-    is made and shown once. SIGINT and SIGTERM end it, with exit code 0.
+    It serves HTTP under the names of vLLM's routes: `wtransfer push` and `wtransfer status` reach
+    it by --to, and so do GET /weight_info, /healthz, /readyz and /metrics. The token comes from
+    --token-file or WTRANSFER_TOKEN; without any, a new one is made and shown once. SIGINT and
+    SIGTERM end it, with exit code 0.
     """
     try:
         with end_signals() as signals, contextlib.ExitStack() as stack:
@@ -103,7 +116,10 @@ def worker(
                     name=name,
                 )
             )
-            server = stack.enter_context(WorkerServer(session, listen=listen, token=token))
+            metrics = _metrics(session, stack)
+            server = stack.enter_context(
+                WorkerServer(session, listen=listen, token=token, metrics=metrics)
+            )
             if given is None:
                 click.echo(f"token: {token} (a new one, for publishers: set it as WTRANSFER_TOKEN)")
             nbytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -132,3 +148,20 @@ def worker(
         raise click.ClickException(str(error)) from error
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+
+
+def _metrics(session: WorkerSession, stack: contextlib.ExitStack) -> CollectorRegistry | None:
+    """Return the worker's metrics, observed until the stack is left; None: no prometheus-client."""
+    from wtransfer.metrics import RoundCollector
+
+    try:
+        rounds = RoundCollector(session=session)
+    except PluginNotInstalledError:
+        return None
+    from prometheus_client import CollectorRegistry
+
+    hooks.register(rounds)
+    stack.callback(hooks.unregister, rounds)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(rounds)
+    return registry
