@@ -275,7 +275,8 @@ class Coordinator:
 
     def runs_on(self, thread: threading.Thread) -> bool:
         """Return True if a thread is the round's own."""
-        return thread is self._thread
+        # An observer has a thread of its own, for which the round's waits.
+        return hooks.caller_of(thread) is self._thread
 
     @property
     def nbytes(self) -> int:
@@ -359,7 +360,7 @@ class Coordinator:
                         self.failure = commit_error(report)
                     elif report.ok and not self.dry_run:
                         facts = {**self._identity(), "fingerprint": report.fingerprint}
-                        hooks.notify("wtransfer_weights_committed", worker=None, **facts)
+                        self._notify("wtransfer_weights_committed", worker=None, **facts)
             except BaseException as error:
                 self._break(error)
         finally:
@@ -368,6 +369,10 @@ class Coordinator:
             finally:
                 self.phase = "over"
                 self._tell_done()
+
+    def _notify(self, hook_name: str, **facts: object) -> None:
+        """Call observers; one that hangs costs the round its deadline once, and not for ever."""
+        hooks.notify_within(self._rules.deadline_s, hook_name, **facts)
 
     def _break(self, error: BaseException) -> None:
         """Note a fault of the publisher itself: the caller gets an error rather than wait."""
@@ -406,7 +411,7 @@ class Coordinator:
         else:
             total_s, num = report.seconds["total"], len(self.members)
             logger.info("%s %s by %d workers in %.3f s", head, outcome, num, total_s)
-        hooks.notify(
+        self._notify(
             "wtransfer_round_ended",
             outcome=outcome,
             report=report,
@@ -430,7 +435,7 @@ class Coordinator:
 
     def _take_steps(self) -> None:
         try:
-            hooks.notify("wtransfer_round_started", worker=None, **self._identity())
+            self._notify("wtransfer_round_started", worker=None, **self._identity())
             self._init_engines()
             self._clock.lap("init")
             self._plan()
@@ -623,7 +628,7 @@ class Coordinator:
         with self._lock:
             self.state.abort(ended)
         # A round that observers saw begin must end for them, here as on every worker.
-        hooks.notify("wtransfer_round_aborted", error=ended, worker=None, **self._identity())
+        self._notify("wtransfer_round_aborted", error=ended, worker=None, **self._identity())
 
     def _fail(self, error: BaseException) -> None:
         failure = error if isinstance(error, WTransferError) else _unexpected(error)
@@ -638,7 +643,7 @@ class Coordinator:
         if self._call is not None:
             self._runner.unblock(self._call, str(failure))
         self._membership.close(self.state)
-        hooks.notify("wtransfer_round_aborted", error=failure, worker=None, **self._identity())
+        self._notify("wtransfer_round_aborted", error=failure, worker=None, **self._identity())
 
     # -- the waits
 
