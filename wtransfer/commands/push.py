@@ -23,6 +23,7 @@ from wtransfer.commands.shared import (
     deadline_option,
     end_signals,
     given_token,
+    logging_options,
     printable,
     table,
     token_file_option,
@@ -103,6 +104,7 @@ _NUM_TEXT_COLUMNS = 5
     show_default=True,
     help="Effect of NaN or infinity in the weights; allow skips the check.",
 )
+@logging_options
 def push(**arguments: Any) -> None:
     """Bring the weights of the checkpoint DIR into running workers, all or nothing.
 
@@ -363,10 +365,17 @@ class _Outcome:
                 click.echo(line)
         if self.error is not None:
             text = f"push {self._word()}: {self.error}"
+            worker = getattr(self.error, "worker", None) or ""
+            host = self._host_of(worker)
+            if host is not None and host not in text:
+                # Users know the URL that they wrote, and errors the worker's own name.
+                text += f" ({worker} is {host})"
             click.echo("\n".join(map(printable, text.split("\n"))), err=True)
         for worker, problem in self._problems().items():
             text = "\n".join(map(printable, problem.split("\n")))
-            click.echo(f"{printable(worker)}  {text}", err=True)
+            host = self._host_of(worker)
+            named = worker if host is None else f"{host} ({worker})"
+            click.echo(f"{printable(named)}  {text}", err=True)
 
     def _document(self) -> dict[str, Any]:
         order, report = self.order, self.report

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from wtransfer.transport.handshake import resolve_token
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+"""A line of the log, as commands write it."""
 
 token_file_option = click.option(
     "--token-file", metavar="FILE", help="Owner-only file with the shared secret."
@@ -58,6 +62,38 @@ def table(rows: Sequence[Sequence[str]], num_text_columns: int) -> Iterator[str]
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield "  ".join(cells).rstrip()
+
+
+def logging_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``-v`` and ``--log-level``, which write the package's log to standard error."""
+
+    def begin(context: click.Context, parameter: click.Parameter, value: Any) -> None:
+        if not value or context.resilient_parsing:
+            return
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(LOG_FORMAT))
+        level = logging.INFO if parameter.name == "verbose" else value.upper()
+        log, before = logging.getLogger("wtransfer"), logging.getLogger("wtransfer").level
+        log.addHandler(handler)
+        log.setLevel(level)
+
+        def end() -> None:
+            log.removeHandler(handler)
+            log.setLevel(before)
+
+        context.call_on_close(end)
+
+    level = click.option(
+        "--log-level",
+        type=click.Choice(["debug", "info", "warning", "error"]),
+        expose_value=False,
+        callback=begin,
+        help="Write the log to standard error, from this level on.",
+    )
+    verbose = click.option(
+        "-v", "--verbose", is_flag=True, expose_value=False, callback=begin, help="The same: info."
+    )
+    return level(verbose(command))
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

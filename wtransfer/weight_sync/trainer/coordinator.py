@@ -242,6 +242,11 @@ class Coordinator:
         with self._lock:
             return {rank.worker.name: rank.nbytes for rank in self.state.ranks()}
 
+    @property
+    def host_by_worker(self) -> dict[str, str]:
+        """Host that let a worker of the round join, by the worker's name."""
+        return {w.name: w.hello.host for w in self.members if w.hello.host is not None}
+
     def status(self) -> RoundStatus:
         """Return how far the round is."""
         with self._lock:

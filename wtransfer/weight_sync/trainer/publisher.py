@@ -160,7 +160,8 @@ class Publisher:
         deadline_s: Longest time without progress, in seconds, before a peer or step counts as
             stalled.
         progress: Show on standard error how far a round of `publish` or `rollback` is that takes
-            more than a second: True: a bar per worker on a terminal, else lines. False: nothing.
+            more than a second: True: bars on a terminal, else lines, the first after 10 s. False:
+            nothing.
             None: bars on a terminal, else nothing.
 
     Raises:
