@@ -213,6 +213,28 @@ def test_check_exits_with_what_it_found(cli, site):
     block += ",wtransfer:file"
     done = cli("plugins", "check", "--kind", "engines", WTRANSFER_PLUGINS_BLOCK=block)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("command", [["list"], ["why", "acme"], ["check", "acme"]])
+def test_misspelt_settings_are_warned_of(cli, command):
+    done = cli("plugins", *command, WTRANSFER_PLUGINS_BLOCK="acme-wtt,other-wt:twice")
+    assert done.returncode == 0
+    warnings = [line for line in done.stderr.splitlines() if "WTRANSFER_" in line]
+    assert warnings == [
+        (
+            "warning: WTRANSFER_PLUGINS_BLOCK: 'acme-wtt' has no effect: that distribution has no "
+            "backend here; did you mean 'acme-wt'?"
+        )
+    ]
+
+
+def test_show_as_json_is_json_whatever_a_plugin_prints(site, cli):
+    noisy = "import os\nprint('[1]')\nos.write(1, b'[2]')\n"
+    (site / "acme_engine.py").write_text(noisy + ENGINE)
+    done = cli("plugins", "show", "acme", "--json")
+    assert json.loads(done.stdout)[0]["usable"] is True
+    assert ("[1]" in done.stderr, "[2]" in done.stderr) == (True, True)
 
 
 def test_check_hears_a_backend_whatever_its_import_prints_or_starts(site, cli):

@@ -163,6 +163,17 @@ def test_class_is_refused(board):
         board.register(Observer)
 
 
+def test_object_that_implements_no_hook_is_refused(board):
+    class Forgotten:
+        def wtransfer_weights_committed(self): ...
+
+    for silent in (Forgotten(), types.ModuleType("silent")):
+        with pytest.raises(PluginTypeError, match="implements no hook, so it would never"):
+            board.register(silent)
+    # A module of a backend may have none.
+    board.register_backend(types.ModuleType("silent"))
+
+
 def test_second_registration_is_refused(board):
     observer = Observer()
     board.register(observer)

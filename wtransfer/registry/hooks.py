@@ -203,9 +203,18 @@ class PluginManager(pluggy.PluginManager):
         """Register an object or module of the application.
 
         Raises:
-            PluginTypeError: The object is a class, or an implementation fits no hook.
+            PluginTypeError: The object is a class, implements no hook, or an implementation fits
+                none.
             AlreadyRegisteredError: The object is registered already.
         """
+        if not isinstance(plugin, type) and not self.hears(plugin):
+            raise PluginTypeError(
+                f"{plugin!r} implements no hook, so it would never be called: mark its functions "
+                f"with wtransfer.hookimpl. The hooks are {', '.join(HOOKS)}"
+            )
+        return self._register(plugin, name)
+
+    def _register(self, plugin: object, name: str | None = None) -> str | None:
         if isinstance(plugin, type):
             raise PluginTypeError(
                 f"hooks.register got the class {plugin.__name__}; expected an object or a "
@@ -254,7 +263,7 @@ class PluginManager(pluggy.PluginManager):
                     f"{plugin!r} implements {LOAD}, by which it could replace other backends; only "
                     "an object that the application passes to wtransfer.hooks.register may"
                 )
-            self.register(plugin)
+            self._register(plugin)
 
     def hears(self, plugin: object) -> bool:
         """Return whether an object implements a hook."""
