@@ -30,6 +30,7 @@ DECLARED = (
     "multi_host",
     "tensors_valid_until",
     "writes_after_return",
+    "contract_version",
     "needs_generation",
     "trainer_cls",
 )

@@ -142,6 +142,8 @@ class Init(msgspec.Struct, frozen=True):
     """Number of instances."""
     init_info: dict[str, Any]
     """Fields of the engine's init info."""
+    contract: str | None = None
+    """Contract that the trainer's engine states; None: it states none."""
 
 
 class Ready(msgspec.Struct, frozen=True):
