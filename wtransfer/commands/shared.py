@@ -73,7 +73,8 @@ def logging_options(command: Callable[..., Any]) -> Callable[..., Any]:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter(LOG_FORMAT))
         level = logging.INFO if parameter.name == "verbose" else value.upper()
-        log, before = logging.getLogger("wtransfer"), logging.getLogger("wtransfer").level
+        log = logging.getLogger(__name__.partition(".")[0])
+        before = log.level
         log.addHandler(handler)
         log.setLevel(level)
 
