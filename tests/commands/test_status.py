@@ -9,6 +9,7 @@ import secrets
 import signal
 import socket
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -115,6 +116,9 @@ def test_probe_tells_by_its_exit_code_whether_these_weights_are_served(start):
                 done = status("--ready", ready, *place)
                 assert (done.exit_code, done.stdout) == (code, "")
                 assert (f"w0  not ready: serving, holds {fingerprint}" in done.stderr) == bool(code)
+    worker.ask(b"POST /pause\r\n\r\n")
+    done = status("--ready", fingerprint, to=[worker])
+    assert (done.exit_code, "paused (abort)" in done.stderr) == (DIFFERS, True)
     worker.end()
     assert status("--ready", fingerprint, to=[worker]).exit_code == UNREACHABLE
 
@@ -147,9 +151,13 @@ def test_round_under_way_is_shown_with_its_phase_and_bytes_and_the_observer_is_n
         assert "transfer 1.0 of 2.0 MB" in status("--join", fleet.publisher.address).stdout
         update = session.status().update
         assert (update.round_id, update.phase) == (round_.round_id, "transfer")
+        before = time.monotonic()
         source.gate.set()
         assert len(fleet.finish(round_).workers) == 1
         read = document("--join", fleet.publisher.address)
+        # Both count from the commit, which came after `before`.
+        for since_s in (read["workers"][0]["since_s"], session.status().since_s):
+            assert since_s <= time.monotonic() - before
         assert (read["round"], read["last_error"], session.status().update) == (None, None, None)
 
 
