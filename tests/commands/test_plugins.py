@@ -210,13 +210,15 @@ def test_check_exits_with_what_it_found(cli, site):
     assert "warning: malformed-wt: its entry points cannot be read" in done.stderr
     assert done.returncode == 1
     (site / "malformed_wt-1.0.dist-info" / "entry_points.txt").unlink()
-    block += ",wtransfer:file"
+    # A list that many hosts have may name what is installed on others.
+    block += ",wtransfer:file,acme-wtt"
     done = cli("plugins", "check", "--kind", "engines", WTRANSFER_PLUGINS_BLOCK=block)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
+    assert done.stderr.startswith("warning: WTRANSFER_PLUGINS_BLOCK: 'acme-wtt' has no effect")
+    assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("command", [["list"], ["why", "acme"], ["check", "acme"]])
+@pytest.mark.parametrize("command", [["list"], ["why", "acme"]])
 def test_misspelt_settings_are_warned_of(cli, command):
     done = cli("plugins", *command, WTRANSFER_PLUGINS_BLOCK="acme-wtt,other-wt:twice")
     assert done.returncode == 0

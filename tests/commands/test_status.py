@@ -280,6 +280,7 @@ def test_publisher_is_asked_with_a_token_only(monkeypatch):
     assert (done.exit_code, "needs the token" in done.stderr) == (USAGE, True)
 
 
+@pytest.mark.slow
 def test_watching_looks_again_until_it_is_ended(zygote, tmp_path, until):
     log = tmp_path / "watch.log"
     with Fleet({"a": torch.zeros(4)}, token=TOKEN) as fleet:
