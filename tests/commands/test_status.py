@@ -280,6 +280,23 @@ def test_publisher_is_asked_with_a_token_only(monkeypatch):
     assert (done.exit_code, "needs the token" in done.stderr) == (USAGE, True)
 
 
+def test_signal_ends_a_look_that_waits_for_an_answer(zygote, tmp_path):
+    log, name = tmp_path / "status.log", f"wt-test-{secrets.token_hex(8)}"
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(f"\0{name}")
+        silent.listen()
+        silent.settimeout(20.0)
+        place = ["status", "--to", f"unix:@{name}", "--deadline", "30"]
+        child = zygote.spawn("wtransfer.cli:main", place, stdout=log, stderr=log)
+        # The probe of the client, and its request: from here on it waits.
+        connections = [silent.accept()[0] for _ in range(2)]
+        os.kill(child.pid, signal.SIGTERM)
+        assert child.wait(10.0) == 128 + signal.SIGTERM
+        for each in connections:
+            each.close()
+    assert log.read_text() == ""
+
+
 @pytest.mark.slow
 def test_watching_looks_again_until_it_is_ended(zygote, tmp_path, until):
     log = tmp_path / "watch.log"

@@ -104,21 +104,24 @@ def status(
     if join is not None and token is None:
         raise click.UsageError("--join needs the token: give --token-file, or set WTRANSFER_TOKEN")
     ask = functools.partial(_look, join, hosts, token, deadline_s)
-    with end_signals():
-        fleet = ask()
-        if watch:
-            with contextlib.suppress(EndSignal):
-                while True:
-                    _draw(fleet)
-                    time.sleep(_REDRAW_S)
-                    fleet = ask()
-        elif as_json:
-            click.echo(json.dumps(fleet.document(ready), indent=2))
-        else:
-            for line in fleet.lines() if ready is None else ():
-                click.echo(line)
-            for line in fleet.problems(ready):
-                click.echo(line, err=True)
+    try:
+        with end_signals():
+            fleet = ask()
+            if watch:
+                with contextlib.suppress(EndSignal):
+                    while True:
+                        _draw(fleet)
+                        time.sleep(_REDRAW_S)
+                        fleet = ask()
+            elif as_json:
+                click.echo(json.dumps(fleet.document(ready), indent=2))
+            else:
+                for line in fleet.lines() if ready is None else ():
+                    click.echo(line)
+                for line in fleet.problems(ready):
+                    click.echo(line, err=True)
+    except EndSignal as signal:
+        sys.exit(signal.exit_code)
     sys.exit(fleet.code(ready))
 
 
