@@ -128,6 +128,19 @@ def run_program(zygote, tmp_path):
         each.wait(10.0)
 
 
+@pytest.fixture(scope="session")
+def until():
+    """Wait until a condition holds."""
+
+    def wait(condition, timeout_s=10.0):
+        end = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < end
+            time.sleep(0.005)
+
+    return wait
+
+
 @pytest.fixture
 def one_thread():
     """Let torch compute on one thread: the same bits each time, and few steps of many threads."""

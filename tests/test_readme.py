@@ -6,13 +6,17 @@ import json
 import os
 import re
 import secrets
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 from wtransfer import scaffold
+from wtransfer.cli import main
+from wtransfer.metrics import RoundCollector
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -230,3 +234,37 @@ def test_readme_holds_exactly_two_set_up_commands():
 def test_its_links_lead_to_files(guide):
     targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", guide.read_text("utf-8"))
     assert [each for each in targets if not (guide.parent / each).exists()] == []
+
+
+def commands_of(guide):
+    """Return what a guide has systemd, pods and shells run of ours: the arguments of each."""
+    text = guide.read_text("utf-8")
+    blocks = dict(re.findall(r"```(ini)\n(.*?)```", text, re.DOTALL))
+    lines = re.findall(r"ExecStart=\S*wtransfer (.*)", blocks.get("ini", ""))
+    lines += re.findall(r"^wtransfer (.*?)(?:\s+#.*)?$", text, re.MULTILINE)
+    found = [shlex.split(line) for line in lines]
+    pods = re.findall(r"command: (\[wtransfer,.*?\])", text)
+    return found + [re.sub(r"[\[\],]", " ", pod).replace('"', "").split()[1:] for pod in pods]
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_of_a_guide_is_one_that_there_is(guide):
+    for words in commands_of(guide):
+        command, arguments = main, words
+        while isinstance(command, click.Group):
+            name, *arguments = arguments
+            command = command.get_command(click.Context(command), name)
+            assert command is not None, words
+        # Without its values, which are places of a user's machine.
+        command.make_context("wtransfer", list(arguments), resilient_parsing=True)
+        assert {each for each in arguments if each.startswith("--")} <= {
+            option for parameter in command.params for option in parameter.opts
+        }, words
+
+
+def test_every_metric_of_the_guide_is_one_that_there_is():
+    guide = (ROOT / "wtransfer/engines/README.md").read_text("utf-8")
+    documented = set(re.findall(r"``(wtransfer_\w+)``", RoundCollector.__doc__))
+    named = set(re.findall(r"\b(wtransfer_\w+)(?:\{|\s*[><=]|\))", guide))
+    assert "wtransfer_worker_info" in named
+    assert named <= documented

@@ -29,6 +29,9 @@ COMMANDS = {
     "plugins": Place("wtransfer.commands.plugins", "plugins", "List and check installed backends."),
     "push": Place("wtransfer.commands.push", "push", "Bring a checkpoint into running workers."),
     "seal": Place("wtransfer.commands.seal", "seal", "Write down the digests of a checkpoint."),
+    "status": Place(
+        "wtransfer.commands.status", "status", "Show which worker holds which version."
+    ),
     "worker": Place(
         "wtransfer.commands.worker", "worker", "Serve a checkpoint, and take updates of it."
     ),

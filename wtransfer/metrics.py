@@ -2,7 +2,7 @@
 
 Weight rounds, in the process of a publisher or of worker sessions::
 
-    rounds = RoundCollector(publisher)
+    rounds = RoundCollector(publisher)      # or RoundCollector(session=session)
     wtransfer.hooks.register(rounds)
     prometheus_client.REGISTRY.register(rounds)
 
@@ -21,6 +21,7 @@ Requires prometheus-client (``pip install "wtransfer[metrics]"``).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import numbers
@@ -38,8 +39,10 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
+    from wtransfer.weight_sync.messages import FleetStatus
     from wtransfer.weight_sync.report import Report
     from wtransfer.weight_sync.trainer.publisher import Publisher
+    from wtransfer.weight_sync.worker.session import WorkerSession, WorkerStatus
 
 logger = logging.getLogger(__name__)
 
@@ -74,20 +77,34 @@ class RoundCollector:
     ``wtransfer_weights_info``                 1; its ``version`` and ``fingerprint``.
     ``wtransfer_workers``                      Joined workers now, by ``state``; with a publisher.
     ``wtransfer_workers_current``              Those that hold its last version; likewise.
+    ``wtransfer_round_age_seconds``            Of the round under way, by ``phase``; likewise.
+    ``wtransfer_round_idle_seconds``           Seconds since the trainer or a worker of it made
+                                               progress; likewise.
+    ``wtransfer_worker_info``                  1; the ``worker``, the ``version`` and
+                                               ``fingerprint`` of its weights, and its ``state``;
+                                               with a session.
+    ``wtransfer_worker_state_seconds``         Seconds since its weights or state last changed;
+                                               likewise.
+    ``wtransfer_update_bytes``                 Of the update on its way, by ``phase``; likewise.
+    ``wtransfer_update_staged_bytes``          Those that are here so far; likewise.
     =========================================  ==================================================
 
     Args:
         publisher: Publisher whose workers are shown.
+        session: Session whose weights are shown.
 
     Raises:
         PluginNotInstalledError: prometheus-client is not installed.
     """
 
-    def __init__(self, publisher: Publisher | None = None) -> None:
+    def __init__(
+        self, publisher: Publisher | None = None, session: WorkerSession | None = None
+    ) -> None:
         _families()
         import prometheus_client as client
 
         self._publisher = publisher
+        self._session = session
         self._committed: tuple[str, str, float] | None = None
         # In no registry: the metrics are collected through this object.
         self._started = client.Counter(
@@ -184,16 +201,16 @@ class RoundCollector:
             )
             info.add_metric([version, fingerprint], 1)
             yield info
-        if self._publisher is not None:
-            yield from self._joined(self._publisher)
+        # A process forked off the publisher's, or the session's, has neither.
+        with contextlib.suppress(WTransferError):
+            if self._publisher is not None:
+                yield from self._joined(self._publisher.status())
+        with contextlib.suppress(WTransferError):
+            if self._session is not None:
+                yield from _held(self._session.status())
 
-    def _joined(self, publisher: Publisher) -> Iterator[Metric]:
-        try:
-            workers = publisher.workers()
-        except WTransferError:
-            # A process forked off the publisher's: it has no workers.
-            return
-        core = _families()
+    def _joined(self, fleet: FleetStatus) -> Iterator[Metric]:
+        core, workers = _families(), fleet.workers
         states = dict.fromkeys(("fresh", "serving", "pending", "behind", "empty"), 0)
         joined = core.GaugeMetricFamily("wtransfer_workers", "Joined workers", labels=["state"])
         for state, number in (states | Counter(each.state for each in workers)).items():
@@ -202,8 +219,42 @@ class RoundCollector:
         yield core.GaugeMetricFamily(
             "wtransfer_workers_current",
             "Joined workers that hold the last version",
-            value=sum(each.fingerprint == publisher.fingerprint for each in workers),
+            value=sum(each.fingerprint == fleet.fingerprint for each in workers),
         )
+        if (now := fleet.round) is not None:
+            by_phase = {"phase": now.phase}
+            yield _gauge("wtransfer_round_age_seconds", "Age of a round", now.age_s, by_phase)
+            text = "Seconds since a round made progress"
+            yield _gauge("wtransfer_round_idle_seconds", text, now.idle_s, by_phase)
+
+
+def _held(status: WorkerStatus) -> Iterator[Metric]:
+    yield _gauge(
+        "wtransfer_worker_info",
+        "The worker and its weights",
+        1,
+        {
+            "worker": status.worker,
+            "version": status.version or "",
+            "fingerprint": status.fingerprint,
+            "state": status.state,
+        },
+    )
+    text = "Seconds since the weights or the state last changed"
+    yield _gauge("wtransfer_worker_state_seconds", text, status.since_s)
+    if (update := status.update) is not None:
+        phase = {"phase": update.phase}
+        text = "Bytes of the update on its way"
+        yield _gauge("wtransfer_update_bytes", text, update.nbytes, phase)
+        text += " that are here so far"
+        yield _gauge("wtransfer_update_staged_bytes", text, update.staged_nbytes, phase)
+
+
+def _gauge(name: str, text: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
+    labels = labels or {}
+    family: Metric = _families().GaugeMetricFamily(name, text, labels=list(labels))
+    family.add_metric(list(labels.values()), value)  # type: ignore[attr-defined]
+    return family
 
 
 def _side(worker: str | None) -> str:

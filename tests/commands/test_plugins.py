@@ -210,9 +210,33 @@ def test_check_exits_with_what_it_found(cli, site):
     assert "warning: malformed-wt: its entry points cannot be read" in done.stderr
     assert done.returncode == 1
     (site / "malformed_wt-1.0.dist-info" / "entry_points.txt").unlink()
-    block += ",wtransfer:file"
+    # A list that many hosts have may name what is installed on others.
+    block += ",wtransfer:file,acme-wtt"
     done = cli("plugins", "check", "--kind", "engines", WTRANSFER_PLUGINS_BLOCK=block)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr.startswith("warning: WTRANSFER_PLUGINS_BLOCK: 'acme-wtt' has no effect")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", [["list"], ["why", "acme"]])
+def test_misspelt_settings_are_warned_of(cli, command):
+    done = cli("plugins", *command, WTRANSFER_PLUGINS_BLOCK="acme-wtt,other-wt:twice")
+    assert done.returncode == 0
+    warnings = [line for line in done.stderr.splitlines() if "WTRANSFER_" in line]
+    assert warnings == [
+        (
+            "warning: WTRANSFER_PLUGINS_BLOCK: 'acme-wtt' has no effect: that distribution has no "
+            "backend here; did you mean 'acme-wt'?"
+        )
+    ]
+
+
+def test_show_as_json_is_json_whatever_a_plugin_prints(site, cli):
+    noisy = "import os\nprint('[1]')\nos.write(1, b'[2]')\n"
+    (site / "acme_engine.py").write_text(noisy + ENGINE)
+    done = cli("plugins", "show", "acme", "--json")
+    assert json.loads(done.stdout)[0]["usable"] is True
+    assert ("[1]" in done.stderr, "[2]" in done.stderr) == (True, True)
 
 
 def test_check_hears_a_backend_whatever_its_import_prints_or_starts(site, cli):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import runpy
 import secrets
 import signal
@@ -255,6 +257,21 @@ def test_a_worker_that_does_not_commit_makes_it_fail(start_worker, write):
     }
 
 
+def test_error_names_its_worker_as_the_user_named_it_beside_its_own_name(workers, write):
+    done = push(write("odd", **{"layer.1": torch.zeros(3, 5)}), to=workers)
+    assert re.search(r"\[worker (w[01]),.*\] \(\1 is unix:@", done.stderr)
+
+
+def test_the_log_is_written_where_it_is_asked_for_and_only_then(workers, write):
+    before = logging.getLogger("wtransfer").handlers[:]
+    line = r"^\d[\d: ,-]+ INFO wtransfer\.weight_sync\.trainer\.coordinator: round \w+ "
+    for option, is_shown in ((["-v"], True), (["--log-level", "warning"], False), ([], False)):
+        done = push(write(f"step-{len(option)}"), *option, to=workers)
+        assert done.exit_code == 0
+        assert bool(re.search(line, done.stderr, re.MULTILINE)) == is_shown
+    assert logging.getLogger("wtransfer").handlers == before
+
+
 @pytest.mark.usefixtures("patient_connections")
 def test_a_push_that_no_worker_commits_is_told_as_any_other(start_worker, write):
     idle = start_worker(steps=False)
@@ -287,8 +304,9 @@ def test_a_worker_that_cannot_apply_is_told_of_with_its_reason(start_worker, wri
     done = push(write(), to=[fine, broken])
     assert done.exit_code == 1
     assert done.stdout.startswith("step-7  mixed")
-    (complaint,) = [line for line in done.stderr.splitlines() if line.startswith("w1  ")]
-    assert complaint.startswith("w1  restored: it is on its old version, whole: see its log")
+    named = f"{broken.address} (w1)  "
+    (complaint,) = [line for line in done.stderr.splitlines() if line.startswith(named)]
+    assert complaint.startswith(f"{named}restored: it is on its old version, whole: see its log")
     assert "out of order" in complaint
 
 

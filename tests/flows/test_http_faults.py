@@ -35,6 +35,8 @@ ROUTES = [
     b"POST /resume",
     b"GET /weight_info",
     b"GET /healthz",
+    b"GET /readyz",
+    b"GET /metrics",
 ]
 
 

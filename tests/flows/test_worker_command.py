@@ -6,6 +6,7 @@ import math
 import os
 import re
 import runpy
+import secrets
 import signal
 import subprocess
 import sys
@@ -61,6 +62,9 @@ def test_worker_command_commits_a_published_version_and_logs_it(start, commit):
     worker.until_it_says(f"now 'step-1': {report.fingerprint} (verified by digests)")
     digests = HttpClient(worker.url, worker.token).weight_info(digests=True)["digests"]
     assert digests == {name: digest(tensor) for name, tensor in changed.items()}
+    scraped = worker.ask(b"GET /metrics\r\n\r\n")[0].decode()
+    assert 'wtransfer_rounds_ended_total{error="",outcome="committed",side="worker"} 1.0' in scraped
+    assert f'fingerprint="{report.fingerprint}",state="serving",version="step-1"' in scraped
 
 
 def test_worker_command_casts_masters_of_more_bits_if_told_to_and_says_how_if_not(start):
@@ -82,6 +86,27 @@ def test_worker_command_joins_the_publisher_at_the_given_address(start):
         start("--join", publisher.address, token="shared")
         publisher.wait_for_workers(1, timeout_s=20)
         assert publisher.publish("step-1").ok
+
+
+CLOCK = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
+
+
+def test_worker_command_says_what_it_waits_for_and_when_that_is_there(start, tmp_path):
+    folder = tmp_path / "typo"
+    missing = start("--join", f"file:{folder}")
+    address = f"unix:@wt-test-{secrets.token_hex(8)}"
+    worker = start("-v", "--join", address, token="shared")
+    missing.until_it_says(f"waiting for file:{folder}: {folder} does not exist; is the path right?")
+    worker.until_it_says(f"waiting for {address}: it is not reached; is it there?")
+    with Publisher(WEIGHTS, token="shared", listen=address) as publisher:
+        worker.until_it_says(f"joined {address}")
+        publisher.wait_for_workers(1)
+        publisher.publish("step-1").raise_unless_ok()
+        worker.until_it_says("now 'step-1'")
+    worker.until_it_says(f"lost {address}: dialing again")
+    for said in ("waiting for", "joined", "now", "lost"):
+        assert len(re.findall(f"{CLOCK}{said}", worker.output, re.MULTILINE)) == 1, worker.output
+    assert re.search(r"^\d[\d: ,-]+ INFO wtransfer\.\S+committer: ", worker.output, re.MULTILINE)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

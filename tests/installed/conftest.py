@@ -180,13 +180,22 @@ def python(installed):
 def pip_install(tmp_path_factory):
     """Lets pip install a project, of this folder or elsewhere, once; returns where to.
 
-    Of another version or name than its ``pyproject.toml`` says, if `changes` say so.
+    Of another version or name than its ``pyproject.toml`` says, if `changes` say so; the class of
+    its backend states a `contract_version`, if one is given.
     """
 
     @functools.cache
-    def install(name, /, **changes):
+    def install(name, /, contract_version=None, **changes):
         folder = tmp_path_factory.mktemp("third-party")
         project = shutil.copytree(HERE / name, folder / "project")
+        if contract_version is not None:
+            (place,) = re.findall(r'= "([\w.]+:\w+)"', (project / "pyproject.toml").read_text())
+            module, cls = place.split(":")
+            file = project / "src" / f"{module.replace('.', '/')}.py"
+            stated = rf'\g<0>\n    contract_version = "{contract_version}"'
+            source, num = re.subn(rf"(?m)^class {cls}\b.*:$", stated, file.read_text())
+            assert num == 1
+            file.write_text(source)
         text = (project / "pyproject.toml").read_text()
         for field, value in changes.items():
             text, num = re.subn(rf'(?m)^{field} = ".*"$', f'{field} = "{value}"', text)

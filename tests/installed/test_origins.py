@@ -68,3 +68,16 @@ def test_sides_of_a_connector_from_two_distributions_are_refused(pip_install, si
     handshake = side_of(one, connector, options)
     text = side_of(other, connector, options, handshake)
     assert "acme-folder-connector 0.3 on the worker of rank 0 and from other-folder 0.3" in text
+
+
+@pytest.mark.slow
+def test_sides_of_a_connector_in_two_releases_of_one_contract_agree(pip_install, side_of):
+    old, new, other = (
+        pip_install("third_party_connector", contract_version=contract, version=version)
+        for contract, version in (("1.0", "1.0.1"), ("1.0", "1.0.2"), ("1.1", "1.1.0"))
+    )
+    _, connector, options = SIDES["acme-folder"]
+    for one, another in ((old, new), (new, old)):
+        assert side_of(another, connector, options, side_of(one, connector, options)) == "agreed"
+    text = side_of(other, connector, options, side_of(old, connector, options))
+    assert "(contract 1.1, there 1.0); install releases of one contract on both sides" in text

@@ -220,3 +220,33 @@ def test_a_worker_without_the_engine_says_which_distribution_the_trainer_has(pip
         failed = publisher.ask("publish", 1)
         assert "UnknownBackendError" in failed["kinds"]
         assert "(the trainer has it from acme-file-engine 1.2.3)" in failed["text"]
+
+
+@pytest.mark.slow
+def test_patch_releases_of_one_contract_work_together(pip_install, tmp_path):
+    releases = [
+        pip_install("third_party_engine", version=version, contract_version="1.0")
+        for version in ("1.2.3", "1.2.4")
+    ]
+    next_contract = pip_install("third_party_engine", version="1.3.0", contract_version="1.1")
+    for trainers, workers in (releases, releases[::-1]):
+        with contextlib.ExitStack() as stack:
+            publisher = Peer(trainers, "publisher", str(tmp_path))
+            stack.callback(publisher.end)
+            address = publisher.hear()["address"]
+            for site, name in ((trainers, "same"), (workers, "other")):
+                peer = Peer(site, "worker", name, address)
+                stack.callback(peer.end)
+                peer.hear()
+            assert publisher.ask("wait", 2) == {"workers": 2}
+            done = publisher.ask("publish", 1)
+            assert done["outcomes"] == {"same": "committed", "other": "committed"}, done
+            late = Peer(next_contract, "worker", "next", address)
+            stack.callback(late.end)
+            late.hear()
+            assert publisher.ask("wait", 3) == {"workers": 3}
+            failed = publisher.ask("publish", 2)
+            assert failed["worker"] == "next"
+            assert "PluginIncompatibleError" in failed["kinds"]
+            assert "(contract 1.1, there 1.0)" in failed["text"]
+            assert peer.ask("state")["version"] == "v1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import threading
 import types
@@ -93,9 +94,84 @@ def test_keyboard_interrupt_passes_on_the_main_thread_only(board, caplog):
     assert "Interrupted" in caplog.text
 
 
+@pytest.mark.parametrize("within_s", [None, 5.0])
+def test_slow_observer_is_named_with_its_hook_and_seconds(board, caplog, monkeypatch, within_s):
+    def notify():
+        if within_s is None:
+            board.notify("wtransfer_weights_committed", **COMMIT)
+        else:
+            board.notify_within(within_s, "wtransfer_weights_committed", **COMMIT)
+
+    board.register(Observer())
+    notify()
+    assert caplog.text == ""
+    monkeypatch.setattr("wtransfer.registry.hooks.SLOW_S", 0.0)
+    notify()
+    name = f"{Observer.__module__}.Observer"
+    assert re.search(rf"wtransfer_weights_committed took \d+\.\d s in {name}$", caplog.messages[0])
+
+
+class Hanging:
+    """Returns when it is let go."""
+
+    def __init__(self):
+        self.num_called, self.gate, self.over = 0, threading.Event(), threading.Event()
+
+    @hookimpl
+    def wtransfer_weights_committed(self):
+        self.num_called += 1
+        self.gate.wait(10.0)
+        self.over.set()
+
+
+def test_observer_that_hangs_is_left_behind_and_named_and_the_others_are_notified(board, caplog):
+    hanging, first, last = Hanging(), Observer(), Observer()
+    for observer in (first, hanging, last):
+        board.register(observer)
+    for number in (1, 2):
+        board.notify_within(0.05, "wtransfer_weights_committed", **COMMIT)
+        assert (first.notified, last.notified) == (["v"] * number,) * 2
+    # Not a second time while the first call hangs.
+    assert hanging.num_called == 1
+    name = f"{Hanging.__module__}.Hanging"
+    assert f"wtransfer_weights_committed has not returned within 0.05 s from {name}" in caplog.text
+    assert f"is kept from {name}" in caplog.text
+    hanging.gate.set()
+    assert hanging.over.wait(5.0)
+    while hanging.num_called == 1:
+        board.notify_within(5.0, "wtransfer_weights_committed", **COMMIT)
+    assert hanging.num_called == 2
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError, SystemExit, asyncio.CancelledError, KeyboardInterrupt]
+)
+def test_error_of_an_observer_on_a_thread_of_its_own_is_logged(board, caplog, error):
+    class Bad:
+        @hookimpl
+        def wtransfer_weights_committed(self):
+            raise error("no")
+
+    board.register(Bad())
+    board.notify_within(5.0, "wtransfer_weights_committed", **COMMIT)
+    assert "Bad" in caplog.text
+    assert "wtransfer_weights_committed" in caplog.text
+
+
 def test_class_is_refused(board):
     with pytest.raises(PluginTypeError, match="got the class Observer"):
         board.register(Observer)
+
+
+def test_object_that_implements_no_hook_is_refused(board):
+    class Forgotten:
+        def wtransfer_weights_committed(self): ...
+
+    for silent in (Forgotten(), types.ModuleType("silent")):
+        with pytest.raises(PluginTypeError, match="implements no hook, so it would never"):
+            board.register(silent)
+    # A module of a backend may have none.
+    board.register_backend(types.ModuleType("silent"))
 
 
 def test_second_registration_is_refused(board):

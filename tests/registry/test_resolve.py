@@ -244,6 +244,63 @@ def test_block_list_beats_allow_list(site):
     )
 
 
+@pytest.mark.parametrize(
+    ("variable", "text", "problem"),
+    [
+        (
+            "WTRANSFER_PLUGINS_BLOCK",
+            "acme-wtt",
+            (
+                "'acme-wtt' has no effect: that distribution has no backend here; did you mean "
+                "'acme-wt'?"
+            ),
+        ),
+        (
+            "WTRANSFER_PLUGINS",
+            "acme-wt, other:x",
+            "'other:x' has no effect: that distribution has no backend here",
+        ),
+        (
+            "WTRANSFER_PLUGINS_BLOCK",
+            "ACME_wt:fsat",
+            (
+                "'ACME_wt:fsat' has no effect: that distribution has no backend 'fsat'; did you "
+                "mean 'Fast'?"
+            ),
+        ),
+        (
+            "WTRANSFER_PIN",
+            "engines:fast=acmewt",
+            (
+                "'engines:fast=acmewt' has no effect: that distribution has no backend here; did "
+                "you mean 'acme-wt'?"
+            ),
+        ),
+    ],
+)
+def test_setting_that_names_nothing_that_is_installed_is_logged_once(
+    site, caplog, variable, text, problem
+):
+    site.offer("acme-wt", "Fast")
+    registry = site.engines(**{variable: text})
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            registry.get("shm")
+    assert [each.getMessage() for each in caplog.records] == [f"{variable}: {problem}"]
+
+
+def test_settings_that_name_what_is_installed_are_logged_not_at_all(site, caplog):
+    site.offer("acme-wt", "Fast")
+    registry = site.engines(
+        WTRANSFER_PLUGINS="Acme_WT",
+        WTRANSFER_PLUGINS_BLOCK="acme-wt:FAST",
+        WTRANSFER_PIN="engines:fast=acme-wt",
+    )
+    with caplog.at_level(logging.WARNING):
+        registry.get("shm")
+    assert caplog.records == []
+
+
 def test_pin_names_a_kind_and_a_folded_name(site):
     site.offer("acme-wt", "My_fast")
     site.offer("other-wt", "my-fast")

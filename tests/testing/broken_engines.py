@@ -250,6 +250,11 @@ class TestDeclaresDevicesAsText(MemoryEngine):
     devices = "cpu"
 
 
+@broken("test_declared_attributes_are_valid", says="contract_version is 'major.minor'")
+class TestStatesItsReleaseAsItsContract(MemoryEngine):
+    contract_version = "1.0.2"
+
+
 class TagEngine(MemoryEngine):
     def parse_init_info(self, init_dict):
         init_dict.pop("tags", None)

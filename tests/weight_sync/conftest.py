@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from types import SimpleNamespace
 
 import msgspec
@@ -29,19 +28,6 @@ PATIENCE_S = 5.0
 @pytest.fixture(autouse=True)
 def leaves_nothing(leaves_nothing):
     """Look at every test of this folder so."""
-
-
-@pytest.fixture(scope="session")
-def until():
-    """Wait until a condition holds."""
-
-    def wait(condition, timeout_s=10.0):
-        end = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < end
-            time.sleep(0.005)
-
-    return wait
 
 
 @pytest.fixture(scope="session")

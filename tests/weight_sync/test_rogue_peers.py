@@ -22,6 +22,7 @@ from wtransfer.transport.channel import Dialer
 from wtransfer.transport.digests import digest
 from wtransfer.weight_sync.messages import (
     CODEC,
+    MAX_OBSERVED_NBYTES,
     Abort,
     Accept,
     Ack,
@@ -31,9 +32,11 @@ from wtransfer.weight_sync.messages import (
     ErrorInfo,
     Fault,
     Finish,
+    FleetStatus,
     Hello,
     Init,
     Lost,
+    Observe,
     Plan,
     Prepare,
     Progress,
@@ -43,6 +46,8 @@ from wtransfer.weight_sync.messages import (
     Refused,
     Vote,
 )
+from wtransfer.weight_sync.observer import observe
+from wtransfer.weight_sync.trainer.membership import MAX_LOST
 from wtransfer.weight_sync.trainer.publisher import Publisher
 
 PATIENCE_S = 5.0
@@ -657,3 +662,33 @@ def test_a_late_refusal_of_an_earlier_attempt_does_not_end_the_next_round(
     round_.abort("seen enough")
     for worker in workers:
         worker.dialer.close()
+
+
+# -- observers
+
+
+def test_whatever_workers_say_an_observer_gets_it_cut(publisher, rogue_worker_of):
+    rogue_worker_of(publisher, "\u20ac" * 100_000)
+    status = observe(publisher.address, publisher.token)
+    (shown,) = status.workers
+    assert shown.worker.startswith("\u20ac" * 100)
+    assert len(shown.worker.encode()) <= MAX_OBSERVED_NBYTES
+    assert publisher.workers()[0].worker == "\u20ac" * 100_000
+
+
+def test_observer_joins_nothing_and_gets_one_answer(publisher, rogue_worker):
+    observer = rogue_worker()
+    observer.say(Observe(), Observe(), observer.hello)
+    assert observer.mail.expect(FleetStatus).workers == []
+    observer.mail.closed.get(timeout=PATIENCE_S)
+    assert observer.mail.messages.empty()
+    assert (publisher.workers(), publisher.status().lost) == ([], [])
+
+
+def test_workers_that_are_gone_are_remembered_up_to_a_number(publisher, rogue_worker_of, until):
+    for i in range(MAX_LOST + 2):
+        rogue_worker_of(publisher, f"w{i}").dialer.close()
+        until(lambda: not publisher.workers())
+    lost = publisher.status().lost
+    assert [each.worker for each in lost] == [f"w{i}" for i in range(2, MAX_LOST + 2)]
+    assert {each.state for each in lost} == {"lost"}

@@ -20,7 +20,7 @@ from wtransfer.registry.resolve import Listed, Registry, host
 from wtransfer.scaffold import GROUPS, create
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from typing import IO
 
     from wtransfer.registry.discovery import Record
@@ -30,6 +30,7 @@ DECLARED = (
     "multi_host",
     "tensors_valid_until",
     "writes_after_return",
+    "contract_version",
     "needs_generation",
     "trainer_cls",
 )
@@ -60,7 +61,7 @@ def list_plugins(as_json: bool) -> None:
         rows = [_row(each) for each in _listed(None, None)]
     except PluginError as error:
         raise click.ClickException(str(error)) from error
-    problems = _problems()
+    problems = _problems() + _unmatched()
     if as_json:
         click.echo(json.dumps({"plugins": rows, "diagnostics": problems}, indent=2))
         return
@@ -81,14 +82,16 @@ def show(name: str, kind: str | None, with_traceback: bool, as_json: bool) -> No
     found: list[dict[str, Any]] = []
     failed: list[dict[str, Any]] = []
     unknown: list[dict[str, Any]] = []
-    for each in DISCOVERED:
-        if kind not in (None, each.word):
-            continue
-        registry = host.registry(each.word)
-        try:
-            found.append(_card(registry, registry.record(name), name, with_traceback))
-        except PluginError as error:
-            (unknown if type(error) is UnknownBackendError else failed).append(_failure(error))
+    # A plug-in may print as it is imported, and the output is for programs.
+    with _printing_aside() if as_json else contextlib.nullcontext():
+        for each in DISCOVERED:
+            if kind not in (None, each.word):
+                continue
+            registry = host.registry(each.word)
+            try:
+                found.append(_card(registry, registry.record(name), name, with_traceback))
+            except PluginError as error:
+                (unknown if type(error) is UnknownBackendError else failed).append(_failure(error))
     # A name that one kind knows needs no word about the others.
     cards = found + failed or (unknown if kind else [_failure(_unknown_error(name))])
     if as_json:
@@ -121,12 +124,14 @@ def check(name: str | None, kind: str | None, as_json: bool) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         cards = list(pool.map(lambda each: _probe(each, limit_s), listed))
     problems = [] if name else _problems()
+    # A list that many hosts have may name what is installed on others: no reason to fail.
+    unmatched = _unmatched()
     if as_json:
-        click.echo(json.dumps({"plugins": cards, "diagnostics": problems}, indent=2))
+        click.echo(json.dumps({"plugins": cards, "diagnostics": problems + unmatched}, indent=2))
     else:
         columns = ("kind", "name", "distribution", "version", "result")
         _echo_table(columns, [{**card, "result": _result(card)} for card in cards])
-        _echo_problems(problems)
+        _echo_problems(problems + unmatched)
     is_fine = all(card["usable"] is not False and _is_plain(card) for card in cards)
     sys.exit(0 if is_fine and not problems else 1)
 
@@ -148,6 +153,7 @@ def why(name: str, kind: str | None) -> None:
     known = {w: s for w, s in steps.items() if not s[-1].startswith(UnknownBackendError.__name__)}
     for word, lines in (known or steps).items():
         click.echo("\n  ".join([f"{word}:", *lines]))
+    _echo_problems(_unmatched())
     if not known:
         sys.exit(1)
 
@@ -175,6 +181,20 @@ def new(kind: str, name: str, folder: Path | None) -> None:
     for place in written:
         click.echo(place)
     click.echo(f'now: pip install -e "{folder}[test]" && pytest {folder}')
+
+
+@contextlib.contextmanager
+def _printing_aside() -> Iterator[None]:
+    """Send what is printed within the block, by Python or below it, to standard error."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _listed(name: str | None, kind: str | None) -> list[Listed]:
@@ -258,10 +278,11 @@ def _is_found(card: dict[str, Any]) -> bool:
 
 
 def _problems() -> list[dict[str, str]]:
-    return [
-        {"distribution": each.distribution, "problem": each.problem}
-        for each in host.catalog.diagnostics
-    ]
+    return [vars(each) for each in host.catalog.diagnostics]
+
+
+def _unmatched() -> list[dict[str, str]]:
+    return [vars(each) for each in host.settings.unmatched(host.catalog)]
 
 
 def _echo_table(columns: tuple[str, ...], rows: list[dict[str, Any]]) -> None:

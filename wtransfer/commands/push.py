@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from wtransfer.commands.shared import EndSignal, deadline_option, end_signals, token_file_option
+from wtransfer.commands.shared import (
+    EndSignal,
+    deadline_option,
+    end_signals,
+    given_token,
+    logging_options,
+    printable,
+    table,
+    token_file_option,
+)
 from wtransfer.config import option_values
 from wtransfer.errors import (
     AddressError,
@@ -30,7 +39,6 @@ from wtransfer.errors import (
     WTransferError,
     to_wire,
 )
-from wtransfer.transport.handshake import resolve_token
 from wtransfer.weight_sync.http.client import parse_url
 
 if TYPE_CHECKING:
@@ -96,6 +104,7 @@ _NUM_TEXT_COLUMNS = 5
     show_default=True,
     help="Effect of NaN or infinity in the weights; allow skips the check.",
 )
+@logging_options
 def push(**arguments: Any) -> None:
     """Bring the weights of the checkpoint DIR into running workers, all or nothing.
 
@@ -189,9 +198,7 @@ class _Order:
     @property
     def token(self) -> str | None:
         with _usage_errors(AuthenticationError):
-            if self.token_file is not None:
-                return resolve_token(None, {"WTRANSFER_TOKEN_FILE": self.token_file})
-            return resolve_token(None)
+            return given_token(self.token_file)
 
 
 @contextlib.contextmanager
@@ -358,10 +365,17 @@ class _Outcome:
                 click.echo(line)
         if self.error is not None:
             text = f"push {self._word()}: {self.error}"
-            click.echo("\n".join(map(_printable, text.split("\n"))), err=True)
+            worker = getattr(self.error, "worker", None) or ""
+            host = self._host_of(worker)
+            if host is not None and host not in text:
+                # Users know the URL that they wrote, and errors the worker's own name.
+                text += f" ({worker} is {host})"
+            click.echo("\n".join(map(printable, text.split("\n"))), err=True)
         for worker, problem in self._problems().items():
-            text = "\n".join(map(_printable, problem.split("\n")))
-            click.echo(f"{_printable(worker)}  {text}", err=True)
+            text = "\n".join(map(printable, problem.split("\n")))
+            host = self._host_of(worker)
+            named = worker if host is None else f"{host} ({worker})"
+            click.echo(f"{printable(named)}  {text}", err=True)
 
     def _document(self) -> dict[str, Any]:
         order, report = self.order, self.report
@@ -396,7 +410,7 @@ class _Outcome:
     def _lines(self, report: Report) -> Iterator[str]:
         """Yield the result as people read it."""
         total = report.seconds.get("total", 0.0)
-        label = _printable(report.version)
+        label = printable(report.version)
         yield f"{label}  {self._word()}  {report.nbytes / 1e6:.1f} MB in {total:.3f} s"
         yield f"fingerprint  {report.fingerprint}"
         phases = "  ".join(f"{phase} {s:.3f}" for phase, s in report.seconds.items())
@@ -406,22 +420,16 @@ class _Outcome:
         yield ""
         stages = list(dict.fromkeys(stage for each in report.workers for stage in each.seconds))
         rows = [(*_COLUMNS, *stages), *(self._cells(each, stages) for each in report.workers)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            cells = [
-                cell.ljust(width) if index < _NUM_TEXT_COLUMNS else cell.rjust(width)
-                for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            yield "  ".join(cells).rstrip()
+        yield from table(rows, _NUM_TEXT_COLUMNS)
         for each in report.workers:
-            yield from (_printable(f"{each.worker}: {note}") for note in each.notes)
+            yield from (printable(f"{each.worker}: {note}") for note in each.notes)
 
     def _cells(self, each: WorkerReport, stages: Sequence[str]) -> tuple[str, ...]:
         return (
-            _printable(each.worker),
-            _printable(self._host_of(each.worker) or "-"),
+            printable(each.worker),
+            printable(self._host_of(each.worker) or "-"),
             each.outcome,
-            _printable(each.version or "-"),
+            printable(each.version or "-"),
             "equal" if each.digests_equal else "-",
             f"{each.nbytes / 1e6:.1f}",
             *(f"{each.seconds[stage]:.3f}" if stage in each.seconds else "-" for stage in stages),
@@ -437,8 +445,3 @@ def _described(error: WTransferError | None) -> dict[str, Any] | None:
     if isinstance(error, HostsError) and error.errors is not None:
         document["hosts"] = {host: _described(each) for host, each in error.errors.items()}
     return document
-
-
-def _printable(text: str) -> str:
-    """Return a text as one line that cannot steer a terminal: control characters are escaped."""
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)

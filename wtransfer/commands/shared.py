@@ -1,16 +1,22 @@
-"""Common parts of commands: their end on a signal, and some options."""
+"""Common parts of commands: their end on a signal, some options, and tables."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from wtransfer.transport.handshake import resolve_token
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+"""A line of the log, as commands write it."""
 
 token_file_option = click.option(
     "--token-file", metavar="FILE", help="Owner-only file with the shared secret."
@@ -24,6 +30,72 @@ deadline_option = click.option(
     show_default=True,
     help="Longest time without progress.",
 )
+
+
+def given_token(token_file: str | None) -> str | None:
+    """Return the token of ``--token-file``, else that of the environment; None: none is given.
+
+    Raises:
+        AuthenticationError: The file cannot be trusted or read, or is empty.
+    """
+    if token_file is None:
+        return resolve_token(None)
+    return resolve_token(None, {"WTRANSFER_TOKEN_FILE": token_file})
+
+
+def printable(text: str) -> str:
+    """Return a text as one line that cannot steer a terminal: control characters are escaped."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
+def table(rows: Sequence[Sequence[str]], num_text_columns: int) -> Iterator[str]:
+    """Yield the lines of a table.
+
+    Args:
+        rows: Cells, the head first.
+        num_text_columns: Columns from the left that hold text; further ones hold numbers.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.ljust(width) if index < num_text_columns else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def logging_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``-v`` and ``--log-level``, which write the package's log to standard error."""
+
+    def begin(context: click.Context, parameter: click.Parameter, value: Any) -> None:
+        if not value or context.resilient_parsing:
+            return
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(LOG_FORMAT))
+        level = logging.INFO if parameter.name == "verbose" else value.upper()
+        log = logging.getLogger(__name__.partition(".")[0])
+        before = log.level
+        log.addHandler(handler)
+        log.setLevel(level)
+
+        def end() -> None:
+            log.removeHandler(handler)
+            log.setLevel(before)
+
+        context.call_on_close(end)
+
+    level = click.option(
+        "--log-level",
+        type=click.Choice(["debug", "info", "warning", "error"]),
+        expose_value=False,
+        callback=begin,
+        help="Write the log to standard error, from this level on.",
+    )
+    verbose = click.option(
+        "-v", "--verbose", is_flag=True, expose_value=False, callback=begin, help="The same: info."
+    )
+    return level(verbose(command))
+
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -11,17 +11,39 @@ A few lines of Python do the same::
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from wtransfer.commands.shared import EndSignal, deadline_option, end_signals, token_file_option
-from wtransfer.errors import AddressError, AuthenticationError, CommitError, WTransferError
-from wtransfer.transport.handshake import new_token, resolve_token
+from wtransfer import hooks
+from wtransfer.commands.shared import (
+    EndSignal,
+    deadline_option,
+    end_signals,
+    given_token,
+    logging_options,
+    token_file_option,
+)
+from wtransfer.errors import (
+    AddressError,
+    AuthenticationError,
+    CommitError,
+    PluginNotInstalledError,
+    WTransferError,
+)
+from wtransfer.transport.handshake import new_token
 
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from wtransfer.weight_sync.worker.session import WorkerSession, WorkerStatus
+
+_CLOCK = "%Y-%m-%d %H:%M:%S"
+_PATIENCE_S = 1.0
+"""Seconds until it says that it waits for its publisher."""
 _WAIT_S = 0.2  # a signal takes as long, at most
 
 
@@ -60,6 +82,7 @@ _WAIT_S = 0.2  # a signal takes as long, at most
     help="Take updates in another floating dtype than the checkpoint's, such as float32 masters.",
 )
 @deadline_option
+@logging_options
 def worker(
     *,
     checkpoint: Path,
@@ -73,9 +96,10 @@ def worker(
 ) -> None:
     """Hold the weights of a checkpoint, and take new ones from publishers until ended.
 
-    It serves HTTP under the names of vLLM's routes: `wtransfer push --to` reaches it, and so does
-    GET /weight_info. The token comes from --token-file or WTRANSFER_TOKEN; without any, a new one
-    is made and shown once. SIGINT and SIGTERM end it, with exit code 0.
+    It serves HTTP under the names of vLLM's routes: `wtransfer push` and `wtransfer status` reach
+    it by --to, and so do GET /weight_info, /healthz, /readyz and /metrics. The token comes from
+    --token-file or WTRANSFER_TOKEN; without any, a new one is made and shown once. SIGINT and
+    SIGTERM end it, with exit code 0.
     """
     try:
         with end_signals() as signals, contextlib.ExitStack() as stack:
@@ -83,8 +107,7 @@ def worker(
             from wtransfer.weight_sync.http.server import WorkerServer
             from wtransfer.weight_sync.worker.session import ServingHost, WorkerSession
 
-            environ = {"WTRANSFER_TOKEN_FILE": token_file} if token_file else os.environ
-            given = resolve_token(None, environ)
+            given = given_token(token_file)
             token = given or new_token()
             tensors = dict(CheckpointSource(checkpoint).iter_full())
             session = stack.enter_context(
@@ -99,26 +122,33 @@ def worker(
                     name=name,
                 )
             )
-            server = stack.enter_context(WorkerServer(session, listen=listen, token=token))
+            metrics = _metrics(session, stack)
+            server = stack.enter_context(
+                WorkerServer(session, listen=listen, token=token, metrics=metrics)
+            )
             if given is None:
                 click.echo(f"token: {token} (a new one, for publishers: set it as WTRANSFER_TOKEN)")
             nbytes = sum(tensor.nbytes for tensor in tensors.values())
             click.echo(
                 f"ready: {server.url} (worker {session.status().worker}, {len(tensors)} tensors, "
-                f"{nbytes:,} bytes)"
+                f"{nbytes:,} bytes) at {time.strftime(_CLOCK)}"
             )
+            joined = None if join is None else _Joined(join)
             while True:
+                if joined is not None:
+                    joined.look(session.status())
                 try:
                     with signals.held_back():
                         applied = session.commit_pending(timeout_s=_WAIT_S)
                 except CommitError as error:
                     # The old version is back, or the state is `empty`: a push mends either.
-                    click.echo(str(error), err=True)
+                    click.echo(f"{time.strftime(_CLOCK)}  {error}", err=True)
                     continue
                 if applied:
                     now = session.status()
                     click.echo(
-                        f"now {now.version!r}: {now.fingerprint} (verified by {now.verified})"
+                        f"{time.strftime(_CLOCK)}  now {now.version!r}: {now.fingerprint} "
+                        f"(verified by {now.verified})"
                     )
     except EndSignal:
         sys.exit(0)
@@ -128,3 +158,53 @@ def worker(
         raise click.ClickException(str(error)) from error
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+
+
+class _Joined:
+    """Says once when the publisher, or the folder, of ``--join`` is waited for, reached, or lost.
+
+    Args:
+        address: As the user wrote it.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._since = time.monotonic()
+        self._said = ""
+
+    def look(self, status: WorkerStatus) -> None:
+        """Say what has changed."""
+        if status.connected:
+            self._say("joined")
+        elif self._said == "joined":
+            self._say("lost", "dialing again")
+        elif self._said != "lost" and time.monotonic() - self._since >= _PATIENCE_S:
+            why = str(status.refusal) if status.refusal else "it is not reached; is it there?"
+            folder = self._address.removeprefix("file:")
+            if folder != self._address and status.refusal is None:
+                there = "holds no version yet" if Path(folder).is_dir() else "does not exist"
+                why = f"{folder} {there}; is the path right?"
+            self._say("waiting for", why)
+
+    def _say(self, word: str, why: str = "") -> None:
+        if word != self._said:
+            text = f": {why}" if why else ""
+            click.echo(f"{time.strftime(_CLOCK)}  {word} {self._address}{text}")
+            self._said = word
+
+
+def _metrics(session: WorkerSession, stack: contextlib.ExitStack) -> CollectorRegistry | None:
+    """Return the worker's metrics, observed until the stack is left; None: no prometheus-client."""
+    from wtransfer.metrics import RoundCollector
+
+    try:
+        rounds = RoundCollector(session=session)
+    except PluginNotInstalledError:
+        return None
+    from prometheus_client import CollectorRegistry
+
+    hooks.register(rounds)
+    stack.callback(hooks.unregister, rounds)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(rounds)
+    return registry

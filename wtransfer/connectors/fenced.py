@@ -108,10 +108,11 @@ class WeightHandshake(KVConnectorHandshakeMetadata):
     """The weight version of a worker before the first step; a base for richer metadata."""
 
     version: WeightVersion | None = None
-    origins: list[tuple[str, str, str | None, str | None]] = field(
+    origins: list[tuple[str, str, str | None, str | None, str | None]] = field(
         default_factory=list, kw_only=True
     )
-    """Kind, name, distribution and version of the worker's backends; set by the factory."""
+    """Kind, name, distribution, version and contract of the worker's backends; set by the
+    factory."""
 
 
 def reported_versions(

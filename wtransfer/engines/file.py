@@ -130,6 +130,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
     trainer_cls = "wtransfer.engines.file:FileTrainerEngine"
+    contract_version: ClassVar[str] = "1.0"
     tensors_valid_until: ClassVar[Literal["return", "round"]] = "round"
     writes_after_return: ClassVar[bool] = False
     allocates: ClassVar[bool] = True

@@ -33,6 +33,7 @@ class GlooWeightTransferEngine(CollectiveWeightTransferEngine[CollectiveInitInfo
     init_info_cls = CollectiveInitInfo
     trainer_cls = "wtransfer.engines.gloo:GlooTrainerEngine"
     writes_after_return: ClassVar[bool] = False
+    contract_version: ClassVar[str] = "1.0"
 
     def form_group(
         self, rendezvous: Rendezvous, init_info: CollectiveInitInfo, rank: int

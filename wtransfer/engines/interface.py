@@ -219,6 +219,10 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
     has returned: the session then digests them a second time before it votes, one more pass over
     the update. False is not inherited: a class that derives from such an engine states it again,
     having passed the kit."""
+    contract_version: ClassVar[str | None] = None
+    """``major.minor`` of what trainer and workers exchange: infos, and bytes on their way. Releases
+    of one distribution that state the same work together; None: only equal versions do. Not
+    inherited."""
     allocates: ClassVar[bool] = False
     """True if tensors that stay valid for the round lie in memory that the engine takes for them:
     there must then be room for the update before its plan is accepted."""

@@ -82,6 +82,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     trainer_cls = "wtransfer.engines.shm:ShmTrainerEngine"
     tensors_valid_until: ClassVar[Literal["return", "round"]] = "round"
     writes_after_return: ClassVar[bool] = False
+    contract_version: ClassVar[str] = "1.0"
 
     def __init__(self, config: HasBackend, parallel_config: ParallelConfig) -> None:
         super().__init__(config, parallel_config)

@@ -143,28 +143,45 @@ class Record:
         """Return an error whose sentence begins with this backend and goes on with `text`."""
         return cls(f"The {self.kind.noun} {self} {text}", **self.facts)
 
-    def check_origin(self, distribution: str | None, version: str | None, where: str) -> None:
+    def check_origin(
+        self,
+        distribution: str | None,
+        version: str | None,
+        contract: str | None,
+        where: str,
+        cls: Callable[[], type],
+    ) -> None:
         """Raise unless another process has this backend from the same place.
 
-        The version counts as much as the distribution. The sides of a backend exchange data in
-        their author's own format, and no contract promises that two versions understand each other:
-        one sentence before the first byte is better than an error in the middle of the data.
+        The sides of a backend exchange data in their author's own format. Two versions of one
+        distribution understand each other where both state one `contract_version`; without one the
+        versions must be equal: one sentence before the first byte is better than an error in the
+        middle of the data.
 
         Args:
             distribution: Distribution there; None where a program provided it, which passes.
             version: Version of that distribution.
+            contract: Contract that the backend states there; None: it states none.
             where: Place of that process, as in "on the trainer".
+            cls: Returns the backend's class here; called where the versions differ.
 
         Raises:
-            PluginIncompatibleError: The distribution or the version is another one.
+            PluginIncompatibleError: The distribution or the contract is another one, or the version
+                where a side states no contract.
         """
         theirs, ours = (distribution, version), (self.distribution, self.version)
         if None in (*theirs, *ours) or theirs == ours:
             return
+        stated, advice = "", "the same distribution and version"
+        if contract is not None and canonical(distribution) == canonical(self.distribution):
+            own = contract_of(cls())
+            if own == contract:
+                return
+            stated = f" (contract {own or 'not stated'}, there {contract})"
+            advice = "releases of one contract"
         raise PluginIncompatibleError(
             f"{self.kind.noun} {self.name!r} comes from {distribution} {version} {where} and from "
-            f"{self.distribution} {self.version} here; install the same distribution and version "
-            "on both sides",
+            f"{self.distribution} {self.version} here{stated}; install {advice} on both sides",
             **self.facts,
         )
 
@@ -188,6 +205,15 @@ class Catalog:
     diagnostics: list[Diagnostic] = field(default_factory=list)
     core_version: str | None = None
     """Version of wtransfer itself; None in a tree that is not installed."""
+
+
+def contract_of(cls: type) -> str | None:
+    """Return the ``major.minor`` of what the sides of a backend exchange; None: it states none.
+
+    A class does not inherit it: one that derives from a backend exchanges what its author decides.
+    """
+    stated = vars(cls).get("contract_version")
+    return stated if isinstance(stated, str) else None
 
 
 def fold(name: str) -> str:

@@ -15,22 +15,28 @@ registered automatically, and so is a backend's object that implements a hook, u
 
 Observers observe: they are called one by one, and the error of one is logged and affects neither
 the others nor the caller. Calls come on the thread where the event happened, so observers must not
-block. There is no hook per tensor or block.
+block; those of a publisher's round come on threads of their own, and a publisher waits for each no
+longer than its deadline. An observer that takes more than a second is named in the log. There is no
+hook per tensor or block.
 """
 
 from __future__ import annotations
 
+import contextvars
+import functools
 import logging
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pluggy
 
-from wtransfer.errors import AlreadyRegisteredError, PluginTypeError
+from wtransfer.calls import Call
+from wtransfer.errors import AlreadyRegisteredError, PluginTypeError, StallError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 PROJECT = "wtransfer"
 LOAD = "wtransfer_load"
@@ -39,6 +45,9 @@ hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
 logger = logging.getLogger(__name__)
+
+SLOW_S = 1.0
+"""Seconds after which an observer is named in the log."""
 
 
 class Report(Protocol):
@@ -185,14 +194,27 @@ class PluginManager(pluggy.PluginManager):
         super().__init__(PROJECT)
         self.add_hookspecs(sys.modules[__name__])
         self._lock = threading.RLock()
+        self._overdue: dict[int, tuple[object, Call]] = {}
+        """Identity of an observer -> itself, and its call that was given up."""
+        self._callers: dict[threading.Thread, threading.Thread] = {}
+        """Thread of an observer -> the thread that waits for it."""
 
     def register(self, plugin: object, name: str | None = None) -> str | None:
         """Register an object or module of the application.
 
         Raises:
-            PluginTypeError: The object is a class, or an implementation fits no hook.
+            PluginTypeError: The object is a class, implements no hook, or an implementation fits
+                none.
             AlreadyRegisteredError: The object is registered already.
         """
+        if not isinstance(plugin, type) and not self.hears(plugin):
+            raise PluginTypeError(
+                f"{plugin!r} implements no hook, so it would never be called: mark its functions "
+                f"with wtransfer.hookimpl. The hooks are {', '.join(HOOKS)}"
+            )
+        return self._register(plugin, name)
+
+    def _register(self, plugin: object, name: str | None = None) -> str | None:
         if isinstance(plugin, type):
             raise PluginTypeError(
                 f"hooks.register got the class {plugin.__name__}; expected an object or a "
@@ -241,7 +263,7 @@ class PluginManager(pluggy.PluginManager):
                     f"{plugin!r} implements {LOAD}, by which it could replace other backends; only "
                     "an object that the application passes to wtransfer.hooks.register may"
                 )
-            self.register(plugin)
+            self._register(plugin)
 
     def hears(self, plugin: object) -> bool:
         """Return whether an object implements a hook."""
@@ -287,25 +309,102 @@ class PluginManager(pluggy.PluginManager):
             hook_name: Name of a hook above, but not ``wtransfer_load``.
             **facts: Every argument of the hook.
         """
+        self._notify(hook_name, facts, lambda _plugin, observe: observe())
+
+    def notify_within(self, within_s: float, hook_name: str, **facts: object) -> None:
+        """Call every observer on a thread of its own, one after the other, in the caller's context.
+
+        Args:
+            within_s: Longest wait for one observer, in seconds. One that has not returned by then
+                is left to its thread, and is not called again until it has.
+            hook_name: As in `notify`.
+            **facts: As in `notify`.
+        """
+        self._notify(hook_name, facts, functools.partial(self._call_within, within_s))
+
+    def _notify(
+        self,
+        hook_name: str,
+        facts: Mapping[str, object],
+        make: Callable[[object, Callable[[], object]], object],
+    ) -> None:
         caller = getattr(self.hook, hook_name)
         assert caller.spec is not None
         assert set(facts) == set(caller.spec.argnames), f"{hook_name} takes {caller.spec.argnames}"
         for observer in reversed(caller.get_hookimpls()):
+            observe = functools.partial(observer.function, *(facts[n] for n in observer.argnames))
+            begun = time.monotonic()
             try:
-                observer.function(*(facts[each] for each in observer.argnames))
+                make(observer.plugin, observe)
+            except _OverdueError as error:
+                logger.error("%s %s", hook_name, error)  # noqa: TRY400  # the frames are ours
+                continue
             # CancelledError and pytest's outcomes are no Exception.
-            except BaseException as error:  # noqa: PERF203  # each observer is guarded by itself
+            except BaseException as error:
                 # Ctrl-C strikes the main thread wherever it is: it is not the observer's error.
                 on_main = threading.current_thread() is threading.main_thread()
                 if isinstance(error, KeyboardInterrupt) and on_main:
                     raise
                 logger.exception("observer %r failed in %s", observer.plugin, hook_name)
+            if (took_s := time.monotonic() - begun) > SLOW_S:
+                logger.warning("%s took %.1f s in %s", hook_name, took_s, _named(observer.plugin))
+
+    def caller_of(self, thread: threading.Thread) -> threading.Thread:
+        """Return the thread that waits for an observer on this thread; else the thread itself."""
+        return self._callers.get(thread, thread)
+
+    def _call_within(self, within_s: float, plugin: object, observe: Callable[[], object]) -> None:
+        """Call an observer on a thread of its own, and wait for it.
+
+        Raises:
+            _OverdueError: It has not returned in time, or has not yet from an earlier call.
+        """
+        earlier = self._overdue.get(id(plugin))
+        if earlier is not None and not earlier[1].done.is_set():
+            raise _OverdueError(f"is kept from {_named(plugin)}, which has not returned yet")
+        context, caller, own = contextvars.copy_context(), threading.current_thread(), []
+
+        def run() -> None:
+            own.append(threading.current_thread())
+            self._callers[own[0]] = caller
+            try:
+                context.run(observe)
+            finally:
+                self._callers.pop(own[0], None)
+
+        call = Call(run)
+        try:
+            call.start("wtransfer-observer")
+        except RuntimeError:
+            # At the end of the interpreter.
+            call.run()
+        if not call.done.wait(within_s):
+            for thread in own:
+                # No one waits for it any more: it may wait for the round.
+                self._callers.pop(thread, None)
+            self._overdue[id(plugin)] = plugin, call
+            raise _OverdueError(f"has not returned within {within_s:g} s from {_named(plugin)}")
+        self._overdue.pop(id(plugin), None)
+        try:
+            call.outcome()
+        except KeyboardInterrupt as error:
+            # Its own: Ctrl-C strikes the main thread.
+            raise RuntimeError("the observer raised KeyboardInterrupt") from error
 
     def _implementations(self, plugin: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for name in dir(plugin):
             options = self.parse_hookimpl_opts(plugin, name)
             if options is not None:
                 yield options.get("specname") or name, options
+
+
+class _OverdueError(StallError):
+    """An observer has not returned; the text names it."""
+
+
+def _named(plugin: object) -> str:
+    kind = type(plugin)
+    return getattr(plugin, "__name__", None) or f"{kind.__module__}.{kind.__qualname__}"
 
 
 HOOKS = tuple(name for name in list(vars()) if name.startswith("wtransfer_"))
@@ -316,3 +415,5 @@ board = PluginManager()
 register = board.register
 unregister = board.unregister
 notify = board.notify
+notify_within = board.notify_within
+caller_of = board.caller_of

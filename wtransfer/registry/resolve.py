@@ -41,6 +41,7 @@ from wtransfer.registry.discovery import (
     DISCOVERED,
     TRAINERS,
     Catalog,
+    Diagnostic,
     Kind,
     Record,
     canonical,
@@ -108,6 +109,23 @@ class Settings:
         if _find_entry(self._allowed, record) is not None:
             return None
         return f"{ALLOW} does not list it; add {record.distribution!r} there to use it"
+
+    def unmatched(self, catalog: Catalog) -> Iterator[Diagnostic]:
+        """Yield the entries that mean nothing that is installed: misspelt, or not here."""
+        known = {canonical(each.distribution): str(each.distribution) for each in catalog.records}
+        entries = [(ALLOW, text, *rest) for text, *rest in self._allowed or ()]
+        entries += [(BLOCK, text, *rest) for text, *rest in self._blocked]
+        for (kind, name), pinned in self.pins.items():
+            entries.append((PIN, f"{kind}:{name}={pinned}", canonical(pinned), name))
+        for variable, text, distribution, name in entries:
+            own = [each for each in catalog.records if canonical(each.distribution) == distribution]
+            if any(name in ("", fold(each.name)) for each in own):
+                continue
+            names = {fold(each.name): each.name for each in own} or known
+            close = difflib.get_close_matches(name if own else distribution, names, n=1)
+            hint = f"; did you mean {names[close[0]]!r}?" if close else ""
+            said = f"has no backend {name!r}" if own else "has no backend here"
+            yield Diagnostic(variable, f"{text!r} has no effect: that distribution {said}{hint}")
 
 
 def _split(text: str) -> list[str]:
@@ -485,6 +503,8 @@ class Host:
                 def record(kind: str, name: str) -> Record:
                     return self.registry(kind).record(name)
 
+                for each in self.settings.unmatched(self.catalog):
+                    logger.warning("%s: %s", each.distribution, each.problem)
                 self._loader = Loader(board, record, timeout_s, self.catalog)
                 board.register(self._loader)
             return self._loader

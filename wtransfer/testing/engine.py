@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import threading
 import time
@@ -504,6 +505,9 @@ class EngineConformance(ConformanceKit):
         assert devices, "devices names at least one device type"
         assert all(isinstance(device, str) for device in devices)
         assert isinstance(getattr(worker_cls, "writes_after_return", True), bool)
+        contract = getattr(worker_cls, "contract_version", None)
+        is_stated = isinstance(contract, str) and re.fullmatch(r"\d+\.\d+", contract)
+        assert contract is None or is_stated, "contract_version is 'major.minor', such as '1.0'"
         assert isinstance(getattr(worker_cls, "multi_host", False), bool)
         assert isinstance(getattr(worker_cls, "needs_generation", False), bool)
         assert isinstance(worker_cls.init_info_cls, type)

@@ -60,6 +60,7 @@ from wtransfer.transport.address import (
     check_same_user,
     connect,
     descriptor_errors,
+    limit_wait,
     no_delay,
     parse_address,
     random_address,
@@ -77,6 +78,8 @@ from wtransfer.transport.handshake import (
 from wtransfer.transport.loop import READ, SLICE_NBYTES, WRITE, Loop, Timer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from wtransfer.transport.handshake import Handshake
 
 __all__ = [
@@ -86,6 +89,8 @@ __all__ = [
     "Dialer",
     "Listener",
     "MessageType",
+    "ask",
+    "dialed",
     "new_token",
     "random_address",
     "resolve_token",
@@ -931,3 +936,76 @@ class Dialer(_Endpoint):
             self._leave()
         elif self._redial:
             self._dial_later()
+
+
+@contextlib.contextmanager
+def dialed(
+    codec: Codec, address: str, token: str, deadline: Deadline
+) -> Iterator[tuple[socket.socket, FrameReader]]:
+    """Connect to a listener and shake hands, on the caller's thread, for one question.
+
+    Yields:
+        The socket, to be closed by leaving the block unless it is detached, and the reader of what
+        follows, which may hold bytes already.
+
+    Raises:
+        PeerError: The listener is gone, or one side refuses the other.
+        StallError: The deadline has passed.
+        AddressError: The address is not valid.
+        OSError: There is no descriptor.
+    """
+    parsed = parse_address(address)
+    with socket.socket(parsed.family) as sock:
+        while True:
+            try:
+                connect(sock, parsed, deadline)
+                break
+            except PeerLostError as error:
+                if not isinstance(error.__cause__, BlockingIOError):
+                    raise
+                deadline.check(f"the connection to {address}: its queue is full")
+        reader = shake_hands(sock, WorkerHandshake(token), deadline, address)
+        reader.codec = codec
+        yield sock, reader
+
+
+def ask(
+    codec: Codec, address: str, token: str, question: msgspec.Struct, timeout_s: float
+) -> msgspec.Struct:
+    """Send one message over a connection of its own, and return the answer.
+
+    Args:
+        codec: Messages of the application.
+        address: The listener's.
+        token: Shared secret.
+        question: The message.
+        timeout_s: Longest time for the whole call, in seconds.
+
+    Raises:
+        PeerError: The listener is gone, refuses this side, or breaks the protocol.
+        StallError: No answer in time.
+        AddressError: The address is not valid, or its host is not known.
+    """
+    deadline, known = Deadline(timeout_s), Codec([*codec.types, _PING])
+    try:
+        with dialed(known, address, token, deadline) as (sock, reader):
+            sock.sendall(codec.encode(question))
+            messages = reader.feed(b"")
+            while True:
+                for message in messages:
+                    if not isinstance(message, Ping):
+                        return message
+                deadline.check(f"the answer of {address}")
+                limit_wait(sock, deadline)
+                data = sock.recv(SLICE_NBYTES)
+                if not data:
+                    raise PeerLostError(f"{address} closed the connection without an answer")
+                messages = reader.feed(data)
+    except WTransferError:
+        raise
+    except TimeoutError as error:
+        raise StallError(
+            f"no answer from {address} within {timeout_s:g} s", seconds=timeout_s
+        ) from error
+    except OSError as error:
+        raise PeerLostError(f"{address} is gone: {error.strerror or error}") from error

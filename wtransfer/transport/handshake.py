@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from wtransfer.deadline import Deadline
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of the frames, the handshake and the messages; peers must have the same one."""
 
 NONCE_NBYTES = 32

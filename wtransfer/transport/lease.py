@@ -42,9 +42,8 @@ from wtransfer.errors import (
     StallError,
     WTransferError,
 )
-from wtransfer.transport.address import connect, limit_wait, parse_address
-from wtransfer.transport.channel import Codec, Connection, Listener, MessageType
-from wtransfer.transport.handshake import WorkerHandshake, shake_hands
+from wtransfer.transport.address import limit_wait, parse_address
+from wtransfer.transport.channel import Codec, Connection, Listener, MessageType, dialed
 from wtransfer.transport.memory import Segment, map_private, os_errors
 
 if TYPE_CHECKING:
@@ -300,25 +299,14 @@ def _attached(
 ) -> Iterator[tuple[socket.socket, Attached, int]]:
     """Get a segment's descriptor, open within the context, over a connection of its own."""
     deadline = Deadline(timeout_s)
-    parsed = parse_address(address)
-    if not parsed.is_unix:
+    if not parse_address(address).is_unix:
         raise AddressError(f"{address!r} is no Unix socket: only those carry descriptors")
     fds: list[int] = []
     try:
         with (
             os_errors(f"attaching segment {segment_id} of {address}"),
-            socket.socket(parsed.family) as sock,
+            dialed(CODEC, address, secret, deadline) as (sock, reader),
         ):
-            while True:
-                try:
-                    connect(sock, parsed, deadline)
-                    break
-                except PeerLostError as error:
-                    if not isinstance(error.__cause__, BlockingIOError):
-                        raise
-                    deadline.check(f"the connection to {address}: its queue is full")
-            reader = shake_hands(sock, WorkerHandshake(secret), deadline, address)
-            reader.codec = CODEC
             sock.sendall(CODEC.encode(Attach(segment_id)))
             answer = next(reader.feed(b""), None)
             while answer is None:

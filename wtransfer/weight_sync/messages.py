@@ -16,6 +16,9 @@ A message with a new or changed field is another protocol: raise `PROTOCOL` in
 
 `Abort` ends a round before its commit, from the trainer's side; a `Fault` does so from a worker's.
 In a round or outside, W says `Lost` when its model does not hold any more what it had committed.
+
+A connection that begins with `Observe` in the place of a worker's `Hello` is no worker's: T answers
+with a `FleetStatus`, and closes it.
 """
 
 from __future__ import annotations
@@ -27,10 +30,15 @@ import msgspec
 from wtransfer.errors import Fact, WTransferError, from_wire, to_wire
 from wtransfer.manifest import MAX_PIECES, Digests, Manifest
 from wtransfer.transport.framing import Codec, MessageType
+from wtransfer.weight_sync.report import WorkerInfo  # noqa: TC001  # msgspec reads annotations
 
 MIB = 1 << 20
 MAX_TEXT_NBYTES = 16 << 10
 """Longest text of an error or a reason, in UTF-8 bytes."""
+MAX_OBSERVED = 4096
+"""Most workers and hosts of a `FleetStatus`: more than a publisher has connections."""
+MAX_OBSERVED_NBYTES = 512
+"""Longest text of one in a `FleetStatus`, in UTF-8 bytes."""
 MAX_LIST_NBYTES = 256 << 10
 """Longest list among an error's facts, in bytes of its encoding."""
 
@@ -62,16 +70,16 @@ class ErrorInfo(msgspec.Struct, frozen=True):
         return error
 
 
-def clipped(text: str) -> str:
+def clipped(text: str, max_nbytes: int = MAX_TEXT_NBYTES) -> str:
     """Return a text that can be sent: bounded, and with lone surrogates written out.
 
     A message that cannot be encoded or exceeds its limit never reaches the other side, and the
     text that engines and file names put into an error can be anything.
     """
-    raw = text[: MAX_TEXT_NBYTES + 1].encode("utf-8", "backslashreplace")
-    if len(raw) <= MAX_TEXT_NBYTES:
+    raw = text[: max_nbytes + 1].encode("utf-8", "backslashreplace")
+    if len(raw) <= max_nbytes:
         return raw.decode()
-    return raw[: MAX_TEXT_NBYTES - len(_CUT)].decode("utf-8", "ignore") + _CUT
+    return raw[: max_nbytes - len(_CUT)].decode("utf-8", "ignore") + _CUT
 
 
 def _sendable(fact: Fact) -> Fact:
@@ -134,6 +142,8 @@ class Init(msgspec.Struct, frozen=True):
     """Number of instances."""
     init_info: dict[str, Any]
     """Fields of the engine's init info."""
+    contract: str | None = None
+    """Contract that the trainer's engine states; None: it states none."""
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -334,6 +344,53 @@ class Abort(msgspec.Struct, frozen=True):
         msgspec.structs.force_setattr(self, "reason", clipped(self.reason))
 
 
+class Observe(msgspec.Struct, frozen=True):
+    """An observer, in the place of a hello: say what the fleet holds. Joins nothing."""
+
+
+class RoundStatus(msgspec.Struct, frozen=True):
+    """A round under way, as its publisher sees it."""
+
+    round_id: str
+    """Identity of the round."""
+    version: str
+    """Label of the update."""
+    phase: str
+    """``init``, ``plan``, ``transfer``, ``prepare`` or ``commit``."""
+    nbytes: int
+    """Bytes of the update; 0 until it is planned."""
+    age_s: float
+    """Seconds since the round began."""
+    idle_s: float
+    """Seconds since the trainer or a worker last made progress."""
+    is_catch_up: bool
+    """True if the round brings the current version to workers that lack it."""
+
+
+class FleetStatus(msgspec.Struct, frozen=True):
+    """T, to an observer: the workers at one moment, as their publisher sees them."""
+
+    version: str | None
+    """Label of the last committed update; None: there was none."""
+    fingerprint: str | None
+    """Its identity."""
+    workers: list[WorkerInfo]
+    """Every joined worker."""
+    lost: list[WorkerInfo]
+    """Workers that have left or were lost, and did not come back under their name: the last ones,
+    with what they held and why the connection ended."""
+    absent: dict[str, str]
+    """Host that was asked to join and has no joined worker now -> why."""
+    round: RoundStatus | None
+    """The round under way; None: there is none."""
+    last_error: str | None
+    """Why the last round was ended, or is mixed; None if every worker of it has committed."""
+
+    def num_entries(self) -> int:
+        """Entries, for the frame's limit."""
+        return len(self.workers) + len(self.lost) + len(self.absent)
+
+
 CODEC = Codec(
     [
         MessageType(16, Hello),
@@ -356,6 +413,8 @@ CODEC = Codec(
         MessageType(33, Abort),
         MessageType(34, Lost),
         MessageType(35, Compare, max_nbytes=64 * MIB, max_entries=MAX_PIECES),
+        MessageType(36, Observe),
+        MessageType(37, FleetStatus, max_nbytes=16 * MIB, max_entries=MAX_OBSERVED),
     ]
 )
 """Every message of the channel with its limits."""

@@ -33,7 +33,15 @@ class WorkerInfo:
     fingerprint: str
     """Identity of the held weights."""
     state: str
-    """fresh, serving, pending, behind or empty."""
+    """fresh, serving, pending, behind or empty; lost, of one that is not joined any more."""
+    since_s: float = 0.0
+    """Seconds since the held weights or the state last changed; at most since it has joined."""
+    host: str | None = None
+    """Host of the publisher's list that let it join; None: it has joined by itself."""
+    nbytes: int | None = None
+    """Bytes that it has staged in the round under way; None: it takes no part in one."""
+    last_error: str | None = None
+    """Why its last update was refused or not applied; None once one is applied."""
 
 
 @dataclass(frozen=True)

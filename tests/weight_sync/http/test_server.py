@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 pytest.importorskip("uvicorn")
 
@@ -30,6 +31,7 @@ from wtransfer.errors import (
     NotInitializedError,
     StallError,
 )
+from wtransfer.metrics import RoundCollector
 from wtransfer.testing.contents import contents
 from wtransfer.transport.digests import digest
 from wtransfer.weight_sync.http import server as http_server
@@ -266,6 +268,45 @@ def test_health_is_good_until_the_worker_is_empty(start, weights, caplog, report
     caplog.clear()
 
 
+def test_readiness_is_of_the_weights_that_are_asked_for(worker, http, weights):
+    def ready(**params):
+        answer = http.get("/readyz", params=params)
+        assert answer.json()["ready"] == (answer.status_code == 200)
+        return answer.status_code
+
+    with Publisher(weights, hosts=[worker.address], host_token=TOKEN) as publisher:
+        fingerprint = publisher.publish("v1").fingerprint
+    assert [ready(), ready(fingerprint=fingerprint), ready(fingerprint="other")] == [200, 200, 503]
+    http.post("/pause")
+    assert [ready(), ready(fingerprint=fingerprint)] == [503, 503]
+    http.post("/resume")
+    assert ready(fingerprint=fingerprint) == 200
+    worker.session.weights_lost("put to sleep")
+    assert [ready(), ready(fingerprint=fingerprint)] == [503, 503]
+
+
+def test_metrics_are_those_of_the_given_registry(start, weights):
+    registry = CollectorRegistry()
+    worker = start(metrics=registry)
+    rounds = RoundCollector(session=worker.session)
+    registry.register(rounds)
+    with worker.http(headers=BEARER) as http:
+        with Publisher(weights, hosts=[worker.address], host_token=TOKEN) as publisher:
+            fingerprint = publisher.publish("v1").fingerprint
+        answer = http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    labels = f'fingerprint="{fingerprint}",state="serving",version="v1",worker="w0"'
+    assert f"wtransfer_worker_info{{{labels}}} 1.0" in answer.text
+    assert "wtransfer_worker_state_seconds " in answer.text
+    # Its circle with the session.
+    registry.unregister(rounds)
+
+
+def test_metrics_that_are_not_there_say_how_to_get_them(http):
+    answer = http.get("/metrics")
+    assert (answer.status_code, "wtransfer[metrics]" in answer.text) == (404, True)
+
+
 # -- bodies
 
 MALFORMED = {
@@ -373,7 +414,8 @@ def test_token_comes_as_bearer_or_as_password_and_once(worker, authorization):
 def test_no_route_answers_without_the_token(worker, authorization):
     headers = {} if authorization is None else {"Authorization": authorization}
     with worker.http(headers=headers) as http:
-        answers = [http.get(path) for path in ("/healthz", "/weight_info", "/nothing")]
+        routes = ("/healthz", "/readyz", "/metrics", "/weight_info", "/nothing")
+        answers = [http.get(path) for path in routes]
     for answer in answers:
         assert (answer.status_code, answer.headers["connection"]) == (401, "close")
         assert answer.headers["www-authenticate"] == "Bearer"

@@ -6,9 +6,12 @@ import contextlib
 import io
 import os
 import pty
+import re
 import sys
 import threading
 import time
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from wtransfer.weight_sync.trainer.progress_display import Bars, Lines
 from wtransfer.weight_sync.trainer.source import StateDictSource
 
 MB = 1_000_000
+DISPLAY = "wtransfer.weight_sync.trainer.progress_display"
 
 
 class Gated(StateDictSource):
@@ -49,14 +53,25 @@ class Held:
 
 
 @pytest.fixture
-def held(until):
-    tensors = {f"w{i}": torch.zeros(MB // 4) for i in range(2)}
-    source = Gated(tensors)
-    with Fleet(source, deadline_s=5.0, options={"bucket_nbytes": 1}) as fleet:
-        for _ in range(2):
-            fleet.join({name: torch.zeros_like(each) for name, each in tensors.items()})
-        yield Held(fleet, source, until)
-        source.gate.set()
+def held_by(until):
+    """Make a round of so many workers."""
+    with contextlib.ExitStack() as stack:
+
+        def make(num_workers):
+            tensors = {f"w{i}": torch.zeros(MB // 4) for i in range(2)}
+            source = Gated(tensors)
+            fleet = stack.enter_context(Fleet(source, deadline_s=5.0, options={"bucket_nbytes": 1}))
+            for _ in range(num_workers):
+                fleet.join({name: torch.zeros_like(each) for name, each in tensors.items()})
+            stack.callback(source.gate.set)
+            return Held(fleet, source, until)
+
+        yield make
+
+
+@pytest.fixture
+def held(held_by):
+    return held_by(2)
 
 
 def test_a_bar_for_each_worker_says_how_far_it_is(held):
@@ -71,19 +86,68 @@ def test_a_bar_for_each_worker_says_how_far_it_is(held):
         assert "2.0/2.0 MB" in screen.getvalue()
 
 
-def test_lines_say_how_far_the_last_worker_is_at_most_once_a_second(held, capsys, monkeypatch):
-    monkeypatch.setattr("wtransfer.weight_sync.trainer.progress_display._LINE_S", 1000.0)
-    first = next(iter(held.round.progress()))
-    line = f"transfer  1.0 of 2.0 MB at {first}\n"
+@pytest.mark.parametrize("num_workers", [2, 5])
+def test_of_many_workers_the_slowest_has_the_one_bar(held_by, num_workers):
+    held = held_by(num_workers)
+    screen = io.StringIO()
+    with Bars(Console(file=screen, force_terminal=True, width=120)) as bars:
+        bars.show(held.round)
+        seen = screen.getvalue()
+    assert ("slowest of 5: worker-" in seen) == (num_workers == 5)
+    # Beside the percent, the rate and the time left.
+    assert ("worker-1" in seen and "worker-0" in seen) == (num_workers == 2)
+    assert "50%" in seen
+    held.finish()
+
+
+LINE = re.compile(
+    r"\d\d:\d\d:\d\d  transfer 50 %  1\.0 of 2\.0 MB at worker-\d, the slowest of 2"
+    r"(  \d+\.\d MB/s  \d+ s left)?\n"
+)
+
+
+def test_lines_say_how_far_the_last_worker_is_at_each_tenth_and_after_a_while(
+    held, capsys, monkeypatch
+):
     lines = Lines()
     lines.show(held.round)
+    # The round is not 10 s old.
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(f"{DISPLAY}._FIRST_LINE_S", 0.0)
     lines.show(held.round)
-    assert capsys.readouterr().err == line
-    monkeypatch.setattr("wtransfer.weight_sync.trainer.progress_display._LINE_S", 0.0)
     lines.show(held.round)
-    assert capsys.readouterr().err == line
+    assert LINE.fullmatch(capsys.readouterr().err)
+    monkeypatch.setattr(f"{DISPLAY}._LINE_S", 0.0)
+    lines.show(held.round)
+    assert LINE.fullmatch(capsys.readouterr().err)
     held.finish()
     lines.show(held.round)
+    assert capsys.readouterr().err == ""
+
+
+def test_rate_and_time_left_count_from_the_first_byte_that_was_seen(capsys, monkeypatch):
+    monkeypatch.setattr(f"{DISPLAY}._FIRST_LINE_S", 0.0)
+    now = [100.0]
+    monkeypatch.setattr(f"{DISPLAY}.time", SimpleNamespace(monotonic=lambda: now[0], strftime=str))
+
+    class Moving:
+        """A stand-in for a round that moves as the test says."""
+
+        phase, nbytes, failed, done = "transfer", 100 * MB, False, 10 * MB
+        host_by_worker: ClassVar = {"vm:1/0": "unix:@worker-0"}
+
+        def progress(self):
+            return {"vm:1/0": self.done}
+
+    lines = Lines()
+    lines.show(round_ := Moving())
+    assert capsys.readouterr().err.endswith("10.0 of 100.0 MB at unix:@worker-0 (vm:1/0)\n")
+    now[0], round_.done = 102.0, 50 * MB
+    lines.show(round_)
+    assert capsys.readouterr().err.endswith("(vm:1/0)  20.0 MB/s  2 s left\n")
+    # Within the same tenth.
+    now[0], round_.done = 103.0, 51 * MB
+    lines.show(round_)
     assert capsys.readouterr().err == ""
 
 
@@ -147,6 +211,7 @@ def test_publish_shows_bars_on_a_terminal(publish, screen, until, monkeypatch, p
 def test_publish_shows_lines_in_a_file_if_it_is_told_to(publish, monkeypatch):
     file = io.StringIO()
     monkeypatch.setattr(sys, "stderr", file)
+    monkeypatch.setattr(f"{DISPLAY}._FIRST_LINE_S", 0.0)
     publish(progress=True, opens=lambda: "1.0 of 2.0 MB at worker-0" in file.getvalue())
     assert "1.0 of 2.0 MB at worker-0" in file.getvalue()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from wtransfer.errors import (
 from wtransfer.registry import hooks
 from wtransfer.testing.contents import contents
 from wtransfer.testing.faults import Fault
-from wtransfer.weight_sync.trainer.publisher import Publisher
+from wtransfer.weight_sync.trainer.publisher import CLOSE_GRACE_S, Publisher
 from wtransfer.weight_sync.trainer.source import StateDictSource
 from wtransfer.weight_sync.worker.session import WorkerSession
 from wtransfer.weights import ParamMeta
@@ -429,3 +430,58 @@ def test_an_observer_that_waits_for_its_own_round_is_told_so(fleet, weights):
     finally:
         hooks.unregister(waiter)
     assert len(waiter.raised) == 2
+
+
+class Hanging:
+    """Returns, of a round's hooks, when it is let go."""
+
+    def __init__(self):
+        self.gate, self.over = threading.Event(), threading.Event()
+
+    @hooks.hookimpl
+    def wtransfer_round_started(self, worker):
+        if worker is None:
+            self.gate.wait(10.0)
+            self.over.set()
+
+
+def test_an_observer_that_hangs_costs_a_round_its_deadline_and_no_more(fleet, weights, caplog):
+    made = fleet(weights, engine="shm", deadline_s=1.0)
+    made.join()
+    hanging = Hanging()
+    hooks.register(hanging)
+    try:
+        assert made.publish("v1").ok
+        assert "wtransfer_round_started has not returned within 1 s from" in caplog.text
+        # The observer is not called again: the second round does not wait for it.
+        assert made.publish("v2").ok
+        assert "wtransfer_round_started is kept from" in caplog.text
+    finally:
+        hooks.unregister(hanging)
+        hanging.gate.set()
+        assert hanging.over.wait(5.0)
+
+
+class Closer:
+    """Closes the publisher from within a hook of its round."""
+
+    def __init__(self, publisher):
+        self.publisher, self.took_s = publisher, None
+
+    @hooks.hookimpl
+    def wtransfer_round_ended(self):
+        begun = time.monotonic()
+        self.publisher.close()
+        self.took_s = time.monotonic() - begun
+
+
+def test_an_observer_may_close_the_publisher(fleet, weights):
+    made = fleet(weights, engine="shm")
+    made.join()
+    closer = Closer(made.publisher)
+    hooks.register(closer)
+    try:
+        assert made.publish("v1").ok
+    finally:
+        hooks.unregister(closer)
+    assert closer.took_s < CLOSE_GRACE_S

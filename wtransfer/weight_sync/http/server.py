@@ -8,8 +8,12 @@ POST ``/start_weight_update``,              403: weights come in rounds of a pub
 ``/update_weights``,                        every byte
 ``/finish_weight_update``
 POST ``/pause`` ``?mode=``, ``/resume``     call the host; updates are applied either way
-GET ``/weight_info`` ``?digests=``          label, fingerprint, state and proof of the weights
+GET ``/weight_info`` ``?digests=``          label, fingerprint, state and proof of the weights, the
+                                            update on its way, and the last error
 GET ``/healthz``                            503 when the worker must not serve
+GET ``/readyz`` ``?fingerprint=``           503 when it must not serve, is paused, or holds other
+                                            weights than those of the fingerprint
+GET ``/metrics``                            rounds and weights, for Prometheus
 ==========================================  =======================================================
 
 Every request needs the token: ``Authorization: Bearer TOKEN``, or TOKEN as the password of
@@ -67,7 +71,7 @@ try:
     from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
     from starlette.middleware.authentication import AuthenticationMiddleware
-    from starlette.responses import JSONResponse
+    from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
     from uvicorn import Config, Server
     from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -80,6 +84,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from prometheus_client import CollectorRegistry
     from starlette.requests import HTTPConnection, Request
     from typing_extensions import Self
 
@@ -141,6 +146,7 @@ class WorkerServer:
             ``WTRANSFER_TOKEN_FILE`` names, else a new one, to be read from `token`.
         on_pause: Called with the mode (abort, wait or keep) by ``/pause``, on a thread of its own.
         on_resume: Called by ``/resume``, likewise.
+        metrics: What ``/metrics`` shows; None: the route says that there is nothing.
 
     Raises:
         PluginNotInstalledError: starlette and uvicorn are not installed.
@@ -156,10 +162,11 @@ class WorkerServer:
         token: str | None = None,
         on_pause: Callable[[str], object] | None = None,
         on_resume: Callable[[], object] | None = None,
+        metrics: CollectorRegistry | None = None,
     ) -> None:
         self.token = resolve_token(token) or new_token()
         self._pid = os.getpid()
-        self._routes = _Routes(session, self.token, on_pause, on_resume)
+        self._routes = _Routes(session, self.token, on_pause, on_resume, metrics)
         self._listening = ListeningSocket(listen, allow_remote=True)
         if self.address.startswith(("tcp:0.0.0.0:", "tcp:[::]:")):
             logger.warning(
@@ -403,6 +410,7 @@ class _Routes:
         token: str,
         on_pause: Callable[[str], object] | None,
         on_resume: Callable[[], object] | None,
+        metrics: CollectorRegistry | None,
     ) -> None:
         self.closing = threading.Event()
         self._session = session
@@ -412,6 +420,7 @@ class _Routes:
         self._token = token
         self._on_pause = on_pause or (lambda _mode: None)
         self._on_resume = on_resume or (lambda: None)
+        self._metrics = metrics
         self._paused: str | None = None
         self._lock = threading.Lock()
         self._registered: PublisherConnection | Follower | None = None
@@ -432,6 +441,8 @@ class _Routes:
                 *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
                 Route("/weight_info", self._weight_info),
                 Route("/healthz", self._healthz),
+                Route("/readyz", self._readyz),
+                Route("/metrics", self._scrape),
             ],
             middleware=[
                 Middleware(
@@ -508,6 +519,28 @@ class _Routes:
         state = self._session.state
         return JSONResponse({"state": state}, 503 if state == "empty" else 200)
 
+    async def _readyz(self, request: Request) -> JSONResponse:
+        wanted = request.query_params.get("fingerprint")
+        status = self._session.status()
+        is_held = wanted in (None, status.fingerprint)
+        ready = is_held and status.state != "empty" and self._paused is None
+        told = {"ready": ready, "state": status.state, "fingerprint": status.fingerprint}
+        return JSONResponse({**told, "paused": self._paused}, 200 if ready else 503)
+
+    async def _scrape(self, _request: Request) -> Response:
+        registry = self._metrics
+        if registry is None:
+            raise HTTPException(
+                404,
+                "this worker has no metrics: WorkerServer(metrics=...) takes a registry, and "
+                '`wtransfer worker` makes one where prometheus-client is: "wtransfer[metrics]"',
+            )
+        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+        # Collectors may take locks of the session, which the loop must not wait for.
+        text = await _in_thread(lambda: generate_latest(registry))
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
     def _held(self) -> dict[str, Any]:
         from wtransfer import __version__
 
@@ -518,6 +551,14 @@ class _Routes:
             "state": status.state,
             "verified": status.verified,
             "worker": status.worker,
+            "instance": status.instance,
+            "rank": status.rank,
+            "num_ranks": status.num_ranks,
+            "since_s": status.since_s,
+            "update": None if status.update is None else vars(status.update),
+            "last_error": None if status.last_error is None else str(status.last_error),
+            "publisher": status.publisher,
+            "connected": status.connected,
             "paused": self._paused,
             "wtransfer": __version__,
         }

@@ -94,7 +94,8 @@ class CatchUp:
         proven = resend.proven
         for worker in resend.members:
             if proven is None or worker.fingerprint != proven.fingerprint:
-                worker.state, worker.set_aside = "pending", True
+                worker.holds(worker.version, worker.fingerprint, "pending")
+                worker.set_aside = True
         return True
 
     def ended(self, resend: Coordinator) -> None:

@@ -30,7 +30,7 @@ from wtransfer.errors import (
     WTransferError,
 )
 from wtransfer.registry import hooks
-from wtransfer.weight_sync.messages import Plan
+from wtransfer.weight_sync.messages import Plan, RoundStatus
 from wtransfer.weight_sync.report import Report, WorkerReport, commit_error
 from wtransfer.weight_sync.trainer.round_state import RoundState
 from wtransfer.weight_sync.trainer.workers import send_to
@@ -242,6 +242,25 @@ class Coordinator:
         with self._lock:
             return {rank.worker.name: rank.nbytes for rank in self.state.ranks()}
 
+    @property
+    def host_by_worker(self) -> dict[str, str]:
+        """Host that let a worker of the round join, by the worker's name."""
+        return {w.name: w.hello.host for w in self.members if w.hello.host is not None}
+
+    def status(self) -> RoundStatus:
+        """Return how far the round is."""
+        with self._lock:
+            moved = (rank.moved_at for rank in self.state.ranks())
+            return RoundStatus(
+                round_id=self.round_id,
+                version=self.version,
+                phase=self.phase,
+                nbytes=self.nbytes,
+                age_s=self._clock.total(),
+                idle_s=_idle_s(self._clock.begun, self._runner.source.moved_at, *moved),
+                is_catch_up=self.is_resend,
+            )
+
     def abort(self, reason: str) -> None:
         """End the round before its commit. Later, or a second time, do nothing."""
         check_process(self.pid, "Round")
@@ -261,7 +280,8 @@ class Coordinator:
 
     def runs_on(self, thread: threading.Thread) -> bool:
         """Return True if a thread is the round's own."""
-        return thread is self._thread
+        # An observer has a thread of its own, for which the round's waits.
+        return hooks.caller_of(thread) is self._thread
 
     @property
     def nbytes(self) -> int:
@@ -345,7 +365,7 @@ class Coordinator:
                         self.failure = commit_error(report)
                     elif report.ok and not self.dry_run:
                         facts = {**self._identity(), "fingerprint": report.fingerprint}
-                        hooks.notify("wtransfer_weights_committed", worker=None, **facts)
+                        self._notify("wtransfer_weights_committed", worker=None, **facts)
             except BaseException as error:
                 self._break(error)
         finally:
@@ -354,6 +374,10 @@ class Coordinator:
             finally:
                 self.phase = "over"
                 self._tell_done()
+
+    def _notify(self, hook_name: str, **facts: object) -> None:
+        """Call observers; one that hangs costs the round its deadline once, and not for ever."""
+        hooks.notify_within(self._rules.deadline_s, hook_name, **facts)
 
     def _break(self, error: BaseException) -> None:
         """Note a fault of the publisher itself: the caller gets an error rather than wait."""
@@ -392,7 +416,7 @@ class Coordinator:
         else:
             total_s, num = report.seconds["total"], len(self.members)
             logger.info("%s %s by %d workers in %.3f s", head, outcome, num, total_s)
-        hooks.notify(
+        self._notify(
             "wtransfer_round_ended",
             outcome=outcome,
             report=report,
@@ -416,7 +440,7 @@ class Coordinator:
 
     def _take_steps(self) -> None:
         try:
-            hooks.notify("wtransfer_round_started", worker=None, **self._identity())
+            self._notify("wtransfer_round_started", worker=None, **self._identity())
             self._init_engines()
             self._clock.lap("init")
             self._plan()
@@ -576,7 +600,8 @@ class Coordinator:
         with self._lock:
             for rank in self.state.ranks():
                 if rank.outcome == "pending":
-                    rank.worker.state = "pending"
+                    worker = rank.worker
+                    worker.holds(worker.version, worker.fingerprint, "pending")
 
     def _apply_by_hosts(self) -> None:
         """Let serving engines apply, on a thread of its own: their answer needs the `Finish`."""
@@ -608,7 +633,7 @@ class Coordinator:
         with self._lock:
             self.state.abort(ended)
         # A round that observers saw begin must end for them, here as on every worker.
-        hooks.notify("wtransfer_round_aborted", error=ended, worker=None, **self._identity())
+        self._notify("wtransfer_round_aborted", error=ended, worker=None, **self._identity())
 
     def _fail(self, error: BaseException) -> None:
         failure = error if isinstance(error, WTransferError) else _unexpected(error)
@@ -623,7 +648,7 @@ class Coordinator:
         if self._call is not None:
             self._runner.unblock(self._call, str(failure))
         self._membership.close(self.state)
-        hooks.notify("wtransfer_round_aborted", error=failure, worker=None, **self._identity())
+        self._notify("wtransfer_round_aborted", error=failure, worker=None, **self._identity())
 
     # -- the waits
 

@@ -13,6 +13,7 @@ from wtransfer.config import decode_options
 from wtransfer.engines.border import EngineThread, call_engine, guarded
 from wtransfer.engines.factory import WeightTransferTrainerFactory, listen
 from wtransfer.errors import NotInitializedError, VersionNotKeptError
+from wtransfer.registry.discovery import contract_of
 from wtransfer.registry.resolve import registry
 from wtransfer.weight_sync.messages import Init
 from wtransfer.weight_sync.trainer.digesting import DigestingSource
@@ -40,6 +41,8 @@ class Origin:
     """The engine's distribution; None for an engine registered at run time."""
     engine_version: str | None = None
     """Version of that distribution."""
+    contract: str | None = None
+    """Contract that the engine states; None: it states none."""
     needs_generation: bool = False
     """True if all workers must be initialised again when one joins or leaves."""
     epoch: int = 0
@@ -65,6 +68,7 @@ class Origin:
             engine,
             record.distribution,
             record.version,
+            contract_of(worker_cls),
             needs_generation=getattr(worker_cls, "needs_generation", False),
         )
 
@@ -80,6 +84,7 @@ class Origin:
             engine=self.engine,
             distribution=self.distribution,
             engine_version=self.engine_version,
+            contract=self.contract,
             data_parallel_index=index,
             data_parallel_size=num_instances,
             init_info=init_info,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from wtransfer.calls import Changed
 from wtransfer.errors import PeerLostError, ProtocolError, WTransferError
-from wtransfer.weight_sync.messages import Ack, Hello, Lost, Ready, Refused
+from wtransfer.weight_sync.messages import Ack, Fault, Hello, Lost, Ready, Refuse, Refused
 from wtransfer.weight_sync.trainer.workers import Worker
 
 if TYPE_CHECKING:
@@ -18,9 +19,13 @@ if TYPE_CHECKING:
     import msgspec
 
     from wtransfer.transport.channel import Connection
+    from wtransfer.weight_sync.report import WorkerInfo
     from wtransfer.weight_sync.trainer.round_state import RoundState
 
 logger = logging.getLogger(__name__)
+
+MAX_LOST = 64
+"""Workers that are remembered after their end."""
 
 
 class Membership:
@@ -38,6 +43,8 @@ class Membership:
         self.num_dropped = 0
         self._on_join = on_join
         self._workers: dict[Connection, Worker] = {}
+        self._lost: dict[str, tuple[float, WorkerInfo]] = {}
+        """Name of a worker that is gone -> when, and what it held; oldest first, bounded."""
         self._rounds: dict[str, RoundState] = {}
         self._closing: set[str] = set()
 
@@ -47,6 +54,16 @@ class Membership:
         """Return every joined worker."""
         with self.changed:
             return list(self._workers.values())
+
+    def lost(self) -> list[WorkerInfo]:
+        """Return the workers that are gone and did not come back under their name; the last ones.
+
+        Returns:
+            What each held at its end, which is so many seconds ago.
+        """
+        with self.changed:
+            now = time.monotonic()
+            return [replace(info, since_s=now - since) for since, info in self._lost.values()]
 
     def instances(self) -> dict[str, list[Worker]]:
         """Return the ranks of each instance of which every rank has joined."""
@@ -104,8 +121,8 @@ class Membership:
                 self._take_engine_answer(joined, message)
             elif isinstance(message, Lost):
                 logger.warning("%s has lost its weights: %s", joined.name, message.reason)
-                joined.version, joined.fingerprint = None, message.fingerprint
-                joined.state = message.state
+                joined.holds(None, message.fingerprint, message.state)
+                joined.last_error = message.reason
                 # The worker asks for weights anew: earlier failed attempts do not count.
                 joined.num_failed = 0
             else:
@@ -120,6 +137,10 @@ class Membership:
                 return
             worker.lost = _lost(worker, error)
             logger.info("%s is gone: %s", worker.name, worker.lost)
+            lost = replace(worker.info, state="lost", since_s=0.0, last_error=str(worker.lost))
+            self._lost[worker.name] = time.monotonic(), lost
+            while len(self._lost) > MAX_LOST:
+                self._lost.pop(next(iter(self._lost)))
             self._feed(worker, worker.lost, lost=True)
             self.changed.notify_all()
 
@@ -140,6 +161,7 @@ class Membership:
                         f"of {other.hello.num_ranks}"
                     )
             self._workers[connection] = worker
+            self._lost.pop(worker.name, None)
             # Under the lock: no line about a round with this worker comes before its own.
             logger.info("%s has joined, %s with %r", worker.name, worker.state, worker.version)
             self.changed.notify_all()
@@ -152,6 +174,7 @@ class Membership:
             worker.ready, worker.refusal = message.epoch, None
         else:
             worker.refusal = message.error.rebuild(worker=worker.name, phase="init")
+            worker.last_error = message.error.message
             self._feed(worker, worker.refusal, lost=False)
 
     def _take_round_answer(self, worker: Worker, message: msgspec.Struct) -> None:
@@ -161,10 +184,12 @@ class Membership:
             self.num_dropped += 1
         elif state.answer(worker, message):
             rank.moved_at = time.monotonic()
+        if isinstance(message, (Refuse, Fault)):
+            worker.last_error = message.error.message
         if isinstance(message, Ack):
             # An ack reports the worker's weights, even after its round.
-            worker.version, worker.fingerprint = message.version, message.fingerprint
-            worker.state = message.state
+            worker.holds(message.version, message.fingerprint, message.state)
+            worker.last_error = None if message.error is None else message.error.message
             worker.set_aside = False
             if message.outcome in ("committed", "discarded"):
                 worker.num_failed = 0

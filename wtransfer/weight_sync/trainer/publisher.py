@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from wtransfer.calls import (
@@ -33,7 +34,15 @@ from wtransfer.errors import (
 )
 from wtransfer.transport.channel import Listener
 from wtransfer.transport.handshake import new_token, resolve_token
-from wtransfer.weight_sync.messages import CODEC
+from wtransfer.weight_sync.messages import (
+    CODEC,
+    MAX_OBSERVED,
+    MAX_OBSERVED_NBYTES,
+    FleetStatus,
+    Observe,
+    clipped,
+)
+from wtransfer.weight_sync.report import commit_error
 from wtransfer.weight_sync.trainer.catch_up import JOINER_PATIENCE_S, CatchUp
 from wtransfer.weight_sync.trainer.coordinator import (
     Coordinator,
@@ -151,7 +160,8 @@ class Publisher:
         deadline_s: Longest time without progress, in seconds, before a peer or step counts as
             stalled.
         progress: Show on standard error how far a round of `publish` or `rollback` is that takes
-            more than a second: True: a bar per worker on a terminal, else lines. False: nothing.
+            more than a second: True: bars on a terminal, else lines, the first after 10 s. False:
+            nothing.
             None: bars on a terminal, else nothing.
 
     Raises:
@@ -217,6 +227,7 @@ class Publisher:
         self._active: Coordinator | None = None
         self._active_since = 0.0
         self._refusal: Exception | None = None
+        self._last_error: str | None = None
         self._membership = Membership(on_join=self._on_join)
         self._lock = self._changed = self._membership.changed
         self._catch_up = CatchUp(
@@ -274,6 +285,44 @@ class Publisher:
         """Return every worker that has joined, and the version it holds."""
         check_process(self._pid, "Publisher")
         return [worker.info for worker in self._membership.workers()]
+
+    def status(self) -> FleetStatus:
+        """Return the fleet at one moment, as ``wtransfer status --join`` shows it.
+
+        Texts are cut to `MAX_OBSERVED_NBYTES`, so that what the workers say always fits a message.
+        """
+        check_process(self._pid, "Publisher")
+        # Under the one lock: no worker joins and no round moves in between.
+        with self._lock:
+            active = self._active
+            staged = {} if active is None else active.progress()
+            infos = [replace(w, nbytes=staged.get(w.worker)) for w in self.workers()]
+            lost, current = self._membership.lost(), self._current
+            return FleetStatus(
+                version=current.version if current else None,
+                fingerprint=current.fingerprint if current else None,
+                workers=[_clipped(each) for each in infos],
+                lost=[_clipped(each) for each in lost],
+                absent=self._absent({each.worker: each for each in infos}, lost),
+                round=None if active is None or active.done else active.status(),
+                last_error=self._last_error,
+            )
+
+    def _absent(
+        self, joined: Mapping[str, WorkerInfo], lost: Sequence[WorkerInfo]
+    ) -> dict[str, str]:
+        present = {each.host for each in joined.values()}
+        missing, asked = self._endpoints.missing, dict(self._endpoints.workers)
+        why = {each.host: each.last_error or "" for each in lost if each.host}
+        why |= {name: str(error) for name, error in missing.items()}
+        absent = [n for n, w in asked.items() if n in missing or not (n in present or w in joined)]
+        names = sorted({*absent, *missing})
+        return {
+            clipped(name, MAX_OBSERVED_NBYTES): clipped(
+                why.get(name) or "it has joined, and its worker is gone", MAX_OBSERVED_NBYTES
+            )
+            for name in names[: MAX_OBSERVED // 2]
+        }
 
     def wait_for_workers(self, n: int, timeout_s: float = 30.0) -> None:
         """Wait until `n` workers have joined; the ranks of one instance count as one.
@@ -693,6 +742,11 @@ class Publisher:
             with self._lock:
                 if self._active is round_:
                     self._active = None
+                report, error = round_.report, round_.failure
+                if error is None and report is not None and not report.ok:
+                    error = commit_error(report)
+                said = None if error is None else clipped(str(error), MAX_OBSERVED_NBYTES)
+                self._last_error = said
                 if not round_.failed and not round_.dry_run:
                     if round_.is_resend:
                         self._catch_up.ended(round_)
@@ -772,6 +826,11 @@ class Publisher:
         self._refusal = error
 
     def _on_message(self, connection: Connection, message: msgspec.Struct) -> None:
+        if isinstance(message, Observe):
+            # One answer for each connection: an observer that asks and does not read costs one.
+            connection.send(self.status())
+            connection.close()
+            return
         try:
             self._membership.on_message(connection, message)
         except ProtocolError as error:
@@ -796,6 +855,15 @@ def _check_version(version: object) -> None:
         raise ValueError(
             f"version is {version!r:.100}, expected a label of 1 to {MAX_VERSION_LENGTH} characters"
         )
+
+
+def _clipped(info: WorkerInfo) -> WorkerInfo:
+    texts = {
+        name: clipped(value, MAX_OBSERVED_NBYTES)
+        for name, value in vars(info).items()
+        if isinstance(value, str)
+    }
+    return replace(info, **texts)  # type: ignore[arg-type]
 
 
 def _settle_device() -> None:

@@ -64,6 +64,11 @@ class Round:
         """Return the bytes that each worker of the round has staged so far, by its name."""
         return self._coordinator.progress()
 
+    @property
+    def host_by_worker(self) -> dict[str, str]:
+        """Host as the user named it, by the worker's name; of workers that hosts let join."""
+        return self._coordinator.host_by_worker
+
     def packed(self, timeout_s: float | None = None) -> None:
         """Wait until the trainer may change its weights again.
 

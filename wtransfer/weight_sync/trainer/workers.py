@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,18 +46,26 @@ class Worker:
     """Failed attempts in a row to bring the worker up to date."""
     planned: str | None = None
     """Identity of the manifest last sent over this connection; None: the worker needs one."""
+    since: float = 0.0
+    """When the held weights or the state last changed, in monotonic seconds."""
+    last_error: str | None = None
+    """Why the last update was refused or not applied; None once one is applied."""
     set_aside: bool = False
     """True if an update sent between rounds is not applied yet: rounds go on without the worker."""
 
     def __post_init__(self) -> None:
-        self.version = self.hello.version
-        self.fingerprint = self.hello.fingerprint
-        self.state = self.hello.state
+        self.holds(self.hello.version, self.hello.fingerprint, self.hello.state)
 
     @property
     def name(self) -> str:
         """Name for people."""
         return self.hello.worker
+
+    def holds(self, version: str | None, fingerprint: str, state: str) -> None:
+        """Note the weights that the worker holds, and its state."""
+        if (version, fingerprint, state) != (self.version, self.fingerprint, self.state):
+            self.since = time.monotonic()
+        self.version, self.fingerprint, self.state = version, fingerprint, state
 
     @property
     def info(self) -> WorkerInfo:
@@ -70,6 +79,9 @@ class Worker:
             version=self.version,
             fingerprint=self.fingerprint,
             state=self.state,
+            since_s=time.monotonic() - self.since,
+            host=hello.host,
+            last_error=self.last_error,
         )
 
     def send_frame(self, frame: bytes) -> None:

@@ -108,6 +108,7 @@ class Committer:
         deadline_s: float,
     ) -> None:
         self.name = place.name
+        self.instance = place.instance
         self.rank = place.rank
         self.num_ranks = place.num_ranks
         self.cast = cast

@@ -165,7 +165,13 @@ class EngineRunner:
         plugin = f"engines:{init.engine}"
         try:
             record = registry("engines").record(init.engine)
-            record.check_origin(init.distribution, init.engine_version, "on the trainer")
+            record.check_origin(
+                init.distribution,
+                init.engine_version,
+                init.contract,
+                "on the trainer",
+                lambda: registry("engines").get(init.engine),
+            )
             return WeightTransferEngineFactory.create_engine(
                 WeightTransferConfig(init.engine), self._parallel_config(init)
             )

@@ -125,7 +125,9 @@ class StagedUpdate:
         self._layout: TensorLayout | None = None
         self._staging: Staging | None = None
         self._progress_at = 0.0
-        self._started_at = time.monotonic()
+        self.started_at = time.monotonic()
+        self.staged_nbytes = 0
+        """Bytes staged so far; before the plan is accepted, proven to be here already."""
 
     @property
     def facts(self) -> dict[str, str]:
@@ -191,13 +193,14 @@ class StagedUpdate:
         elif runner.copies or runner.allocates:
             require_memory(layout.nbytes, f"staging update {self.version!r}")
             notes.append(f"stages {layout.nbytes} bytes of its own")
+        self.staged_nbytes = 0
         staging = Staging(layout, copies=runner.copies, on_progress=self._progress)
         with member.weight_state.changed:
             if self.dropped is None:
                 self._staging = staging
         runner.optional("set_layout", layout)
         runner.optional("start_weight_update")
-        self.seconds["accept"] = time.monotonic() - self._started_at
+        self.seconds["accept"] = time.monotonic() - self.started_at
         return Accept(self.round_id, notes)
 
     def receive(self, data: Data) -> Received:
@@ -262,6 +265,7 @@ class StagedUpdate:
         self._progress(nbytes)
 
     def _progress(self, nbytes: int) -> None:
+        self.staged_nbytes = nbytes
         now = time.monotonic()
         if now - self._progress_at >= PROGRESS_INTERVAL_S:
             self._progress_at = now

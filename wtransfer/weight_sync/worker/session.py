@@ -20,6 +20,7 @@ import math
 import os
 import secrets
 import socket
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from torch import nn
     from typing_extensions import Self
 
+    from wtransfer.weight_sync.worker.participant import StagedUpdate
     from wtransfer.weights import WeightTarget
 
 
@@ -51,11 +53,35 @@ class ServingHost:
 
 
 @dataclass(frozen=True)
+class UpdateStatus:
+    """An update on its way, as its worker sees it."""
+
+    round_id: str
+    """Round that brings it."""
+    version: str
+    """Its label."""
+    phase: str
+    """``plan``, ``transfer``, ``prepare``, or ``commit`` while it waits for `commit_pending`."""
+    nbytes: int
+    """Bytes of it."""
+    staged_nbytes: int
+    """Bytes that are here so far."""
+    age_s: float
+    """Seconds since its plan came."""
+
+
+@dataclass(frozen=True)
 class WorkerStatus:
     """A worker at one moment, as it sees itself."""
 
     worker: str
     """Name for people."""
+    instance: str
+    """Serving instance, whose ranks commit all or none."""
+    rank: int
+    """Rank within the instance."""
+    num_ranks: int
+    """Ranks of the instance."""
     version: str | None
     """Label of the weights that the model has; None before the first commit."""
     fingerprint: str
@@ -64,6 +90,10 @@ class WorkerStatus:
     """How these weights were proven; None for weights that no update has brought."""
     state: str
     """``fresh``, ``serving``, ``pending``, ``behind`` or ``empty``."""
+    since_s: float
+    """Seconds since the model's weights or this state last changed."""
+    update: UpdateStatus | None
+    """The update that is being received, verified or waits to be applied; None: there is none."""
     staging: str | None
     """Round whose update is being received and verified; None: there is none."""
     pending: bool
@@ -320,13 +350,19 @@ class WorkerSession:
         # Under one lock: no update is applied, and no round begins or ends, in between.
         with state.changed:
             held, update, pending = state.held, state.update, state.pending
-            publisher = self._joined.current
+            publisher, now = self._joined.current, time.monotonic()
+            is_pending = pending is not None and state.state == "pending"
             return WorkerStatus(
                 worker=committer.name,
+                instance=committer.instance,
+                rank=committer.rank,
+                num_ranks=committer.num_ranks,
                 version=held.version,
                 fingerprint=held.fingerprint,
                 verified=held.verified,
                 state=state.state,
+                since_s=now - (pending.since if pending and is_pending else state.since),
+                update=_on_its_way(update if pending is None else pending.update, state.phase, now),
                 staging=None if update is None else update.round_id,
                 pending=pending is not None,
                 orphaned=pending is not None and not pending.update.publisher.connected,
@@ -346,3 +382,17 @@ class WorkerSession:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _on_its_way(update: StagedUpdate | None, phase: str | None, now: float) -> UpdateStatus | None:
+    if update is None or phase is None:
+        return None
+    manifest = update.held.manifest
+    return UpdateStatus(
+        round_id=update.round_id,
+        version=update.version,
+        phase=phase,
+        nbytes=0 if manifest is None else manifest.nbytes,
+        staged_nbytes=update.staged_nbytes,
+        age_s=now - update.started_at,
+    )

@@ -168,6 +168,8 @@ class WeightState(Generic[TUpdate]):
         """The round that is being staged."""
         self.pending: Pending[TUpdate] | None = None
         """The task of the model's thread."""
+        self.since = time.monotonic()
+        """When `held` was last settled, by a commit or the lack of one; in monotonic seconds."""
         self.num_dropped = 0
         """Late or repeated messages that were dropped."""
         self.closed = False
@@ -216,6 +218,17 @@ class WeightState(Generic[TUpdate]):
         nothing.
         """
         return "pending" if self.pending is not None else self.state
+
+    @property
+    def phase(self) -> str | None:
+        """``plan``, ``transfer``, ``prepare`` or ``commit``, of a publisher's round; None: none."""
+        if self.pending is not None:
+            return "commit"
+        if self.update is None:
+            return None
+        if self._prepared:
+            return "prepare"
+        return "transfer" if self._next_seq else "plan"
 
     @property
     def busy(self) -> bool:
@@ -384,7 +397,7 @@ class WeightState(Generic[TUpdate]):
             keep: True if the set may be needed again, should the next one fail.
         """
         with self.changed:
-            held, round_id = pending.held, pending.update.round_id
+            held, round_id, now = pending.held, pending.update.round_id, time.monotonic()
             if self.closed or not keep:
                 held = held.without_tensors()
             # No call from here to the last assignment: a signal handler that raises does so before
@@ -394,6 +407,7 @@ class WeightState(Generic[TUpdate]):
                 # Only another rank's failure can make a publisher order a rollback.
                 self._previous, self._unfinished = previous, pending
             self._behind = self.empty = self._applying = False
+            self.since = now
             self.pending = None
             self._applied = round_id
             self._unsaid = (pending, "committed", None)
@@ -425,7 +439,7 @@ class WeightState(Generic[TUpdate]):
             restored: True if the model has that set again, whole.
         """
         with self.changed:
-            held = previous if restored else previous.lost()
+            held, now = previous if restored else previous.lost(), time.monotonic()
             if self.closed:
                 held = held.without_tensors()
             outcome = "restored" if pending.rollback_reason is None else "reverted"
@@ -436,6 +450,7 @@ class WeightState(Generic[TUpdate]):
             self._applying = False
             self._behind = True
             self.empty = not restored
+            self.since = now
             self._unsaid = (pending, outcome if restored else "empty", error)
             self._follow_up()
 
@@ -446,7 +461,7 @@ class WeightState(Generic[TUpdate]):
             if pending is None or pending.rollback_reason is not None or self._applying:
                 return None
             self.pending = None
-            self._behind = True
+            self._behind, self.since = True, time.monotonic()
             self._ack(pending, "discarded")
             return pending
 
@@ -458,7 +473,7 @@ class WeightState(Generic[TUpdate]):
         """
         with self.changed:
             self.held = self.held.lost()
-            self.empty = True
+            self.empty, self.since = True, time.monotonic()
             self._send(Lost(self.held.fingerprint, self.state_for_publisher, reason))
 
     def close(self) -> Pending[TUpdate] | None:

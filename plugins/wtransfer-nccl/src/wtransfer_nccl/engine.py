@@ -48,6 +48,7 @@ class NCCLWeightTransferEngine(CollectiveWeightTransferEngine[NCCLWeightTransfer
     update_info_cls = NCCLWeightTransferUpdateInfo
     trainer_cls = "wtransfer_nccl.trainer:NCCLTrainerEngine"
     writes_after_return: ClassVar[bool] = False
+    contract_version: ClassVar[str] = "1.0"
     devices: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
 
     def __init__(self, config: HasBackend, parallel_config: ParallelConfig) -> None:
