@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import pytest
 
+from wtransfer.calls import start_call
 from wtransfer.registry.resolve import registry
 from wtransfer.testing.pytest_plugin import KINDS, choose
 
@@ -37,6 +38,8 @@ Test = TypeVar("Test", bound="Callable[..., None]")
 
 MAX_HUNG = 3
 """Tests of a backend that may hang before its other tests are skipped."""
+HANGS_AFTER = 6
+"""Multiple of a kit's `deadline_s` after which a call of the backend is given up."""
 SPECIAL_HINTS = {
     "buffer is not writable": "the memory of a tensor must be writable: map shared files with "
     "mmap.ACCESS_COPY or ACCESS_WRITE",
@@ -83,15 +86,46 @@ class ConformanceKit:
     expected_failures: ClassVar[Mapping[str, str]] = {}
     """Reasons by test, or by test and parameters (``test_name[id]``): each of these has to fail,
     and fails the run if it passes. Read by the pytest plug-in of wtransfer."""
+    deadline_s: ClassVar[float] = 10.0
+    """Bound on waits, in seconds."""
     smoke_test: ClassVar[str] = ""
     """Name of the kit's smoke test, whose body runs within `is_smoke_test`."""
     _smoke_failed: ClassVar[type | None] = None
     _hung: ClassVar[dict[type, list[str]]] = {}
     _test_name: str | None = None
+    _has_hung = False
 
     def run_test(self, test: Callable[[], None]) -> None:
-        """Run the body of a test that has a hint; a kit may bound its time."""
+        """Run the body of a test that has a hint; a kit may bound its time by `run_bounded`."""
         test()
+
+    def run_bounded(self, call: Callable[[], object], what: str) -> None:
+        """Make calls of the backend on a thread, which is left behind where they hang.
+
+        Args:
+            call: The calls.
+            what: Their name in the failure.
+
+        Raises:
+            AssertionError: They take more than `HANGS_AFTER` times `deadline_s`.
+        """
+        made, bound_s = start_call(call, "wtransfer-kit"), HANGS_AFTER * self.deadline_s
+        if not made.done.wait(bound_s):
+            self._note_hang()
+            raise AssertionError(f"{what} has not returned in {bound_s:g} s")
+        # Raises failures, and exceptions that are none, such as a skip.
+        made.outcome()
+
+    def end_bounded(self, end: Callable[[], object], what: str) -> None:
+        """End at the end of a test what it has made, as `run_bounded`.
+
+        After a test that has hung the end is given `deadline_s`, and no failure of its own: a call
+        that still runs may hold it up.
+        """
+        if self._has_hung:
+            start_call(end, "wtransfer-kit").done.wait(self.deadline_s)
+        else:
+            self.run_bounded(end, what)
 
     @pytest.fixture(autouse=True)
     def _skip_after_failed_smoke_test(self, request: pytest.FixtureRequest) -> None:
@@ -107,8 +141,9 @@ class ConformanceKit:
         is_expected = {name, name.partition("[")[0]} & self.expected_failures.keys()
         self._test_name = None if is_expected else name
 
-    def note_hang(self) -> None:
+    def _note_hang(self) -> None:
         """Count a test that has hung; after `MAX_HUNG` the tests that follow are skipped."""
+        self._has_hung = True
         if self._test_name is not None:
             self._hung.setdefault(type(self), []).append(self._test_name)
 
