@@ -16,7 +16,7 @@ import click
 from wtransfer.commands.options import options_of
 from wtransfer.errors import PluginError, PluginTypeError, UnknownBackendError
 from wtransfer.registry.discovery import CORE, DISCOVERED, ENGINES, HOSTS, SPECS, installed
-from wtransfer.registry.resolve import Listed, Registry, host
+from wtransfer.registry.resolve import Listed, Registry, add_file, host
 from wtransfer.scaffold import GROUPS, create
 
 if TYPE_CHECKING:
@@ -47,6 +47,14 @@ of_kind = click.option(
 )
 
 
+of_file = click.option(
+    "--plugin",
+    "file",
+    metavar="FILE.py:CLASS",
+    help="A class of a file, of the kind that --kind names, in place of NAME.",
+)
+
+
 @click.group()
 def plugins() -> None:
     """List and check installed backends."""
@@ -69,15 +77,21 @@ def list_plugins(as_json: bool) -> None:
 
 
 @plugins.command()
-@click.argument("name")
+@click.argument("name", required=False)
 @of_kind
+@of_file
 @click.option("--traceback", "with_traceback", is_flag=True, help="Show where its import failed.")
 @as_json
-def show(name: str, kind: str | None, with_traceback: bool, as_json: bool) -> None:
+def show(
+    name: str | None, kind: str | None, file: str | None, with_traceback: bool, as_json: bool
+) -> None:
     """Load the backend NAME and show what it declares, or why it cannot be used.
 
     NAME may be distribution:name. The exit code is 1 if it cannot be used.
     """
+    name = _name(name, kind, file)
+    if name is None:
+        raise click.UsageError("Missing argument 'NAME'.")
     found: list[dict[str, Any]] = []
     failed: list[dict[str, Any]] = []
     unknown: list[dict[str, Any]] = []
@@ -102,8 +116,9 @@ def show(name: str, kind: str | None, with_traceback: bool, as_json: bool) -> No
 @plugins.command()
 @click.argument("name", required=False)
 @of_kind
+@of_file
 @as_json
-def check(name: str | None, kind: str | None, as_json: bool) -> None:
+def check(name: str | None, kind: str | None, file: str | None, as_json: bool) -> None:
     """Load every backend, or NAME, each in a process of its own, and say what to mend.
 
     Backends that WTRANSFER_PLUGINS or WTRANSFER_PLUGINS_BLOCK excludes are not loaded. The exit
@@ -113,6 +128,7 @@ def check(name: str | None, kind: str | None, as_json: bool) -> None:
     # These imports would be a tenth of the time of `list`.
     from concurrent.futures import ThreadPoolExecutor
 
+    name = _name(name, kind, file)
     try:
         listed = _listed(name, kind)
         limit_s = host.settings.load_timeout_s + START_S
@@ -175,6 +191,18 @@ def new(kind: str, name: str, folder: Path | None) -> None:
     for place in written:
         click.echo(place)
     click.echo(f'now: pip install -e "{folder}[test]" && pytest {folder}')
+
+
+def _name(name: str | None, kind: str | None, file: str | None) -> str | None:
+    """Return the name that is asked for: that of the class, where a file is given."""
+    if file is None:
+        return name
+    if name is not None or kind is None:
+        raise click.UsageError("--plugin stands in place of NAME, and beside --kind")
+    try:
+        return add_file(kind, file)
+    except PluginError as error:
+        raise click.UsageError(str(error)) from error
 
 
 def _listed(name: str | None, kind: str | None) -> list[Listed]:

@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from wtransfer.commands.shared import EndSignal, deadline_option, end_signals, token_file_option
+from wtransfer.commands.shared import (
+    EndSignal,
+    deadline_option,
+    end_signals,
+    plugin_option,
+    token_file_option,
+)
 from wtransfer.config import option_values
 from wtransfer.errors import (
     AddressError,
@@ -69,6 +75,7 @@ _NUM_TEXT_COLUMNS = 5
     help="A worker: http://host:port, tcp:host:port, unix:@name or unix:/path. Repeat for more.",
 )
 @click.option("--engine", default="shm", show_default=True, help="Engine that moves the weights.")
+@plugin_option
 @click.option(
     "-o", "options", multiple=True, metavar="KEY=VALUE", help="Option of the engine. Repeat."
 )

@@ -8,12 +8,33 @@ from typing import TYPE_CHECKING
 
 import click
 
+from wtransfer.errors import PluginError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
 token_file_option = click.option(
     "--token-file", metavar="FILE", help="Owner-only file with the shared secret."
+)
+
+
+def _add_engine(_ctx: click.Context, _param: click.Parameter, place: str | None) -> None:
+    from wtransfer.registry.resolve import add_file
+
+    if place is not None:
+        try:
+            add_file("engines", place)
+        except PluginError as error:
+            raise click.BadParameter(str(error)) from error
+
+
+plugin_option = click.option(
+    "--plugin",
+    metavar="FILE.py:CLASS",
+    expose_value=False,
+    callback=_add_engine,
+    help="Let a class of a file be an engine, by its name: for a first try.",
 )
 deadline_option = click.option(
     "--deadline",

@@ -18,7 +18,13 @@ from typing import Any
 
 import click
 
-from wtransfer.commands.shared import EndSignal, deadline_option, end_signals, token_file_option
+from wtransfer.commands.shared import (
+    EndSignal,
+    deadline_option,
+    end_signals,
+    plugin_option,
+    token_file_option,
+)
 from wtransfer.errors import AddressError, AuthenticationError, CommitError, WTransferError
 from wtransfer.transport.handshake import new_token, resolve_token
 
@@ -46,6 +52,7 @@ _WAIT_S = 0.2  # a signal takes as long, at most
     help="The publisher to follow, or file:/ROOT, a folder of versions.",
 )
 @token_file_option
+@plugin_option
 @click.option("--name", help="Name in reports. Default: host and process id.")
 @click.option(
     "--commit",

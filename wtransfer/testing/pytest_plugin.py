@@ -47,6 +47,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
             help=f"Run the kit on the installed {kind} NAME. Repeatable.",
         )
     group.addoption(
+        "--wtransfer-plugin",
+        action="append",
+        default=[],
+        metavar="FILE.py:CLASS",
+        help="Let a class of a file, which is not installed, be found by its name. Repeatable.",
+    )
+    group.addoption(
         "--wtransfer-option",
         action="append",
         default=[],
@@ -89,9 +96,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
     # Imported late, and by name: `kit` imports this module, and the kits, which import torch.
     kit_class = importlib.import_module(f"{PACKAGE}.kit").kit_class
+    add_file = importlib.import_module("wtransfer.registry.resolve").add_file
     options = dict(map(_pair, option.wtransfer_option))
     attributes = dict(map(_pair, option.wtransfer_attribute))
     try:
+        for place in option.wtransfer_plugin:
+            # The class is of the kind whose kit it is given to.
+            kinds = {KINDS[kind] for kind, name in chosen if place.endswith(f":{name}")}
+            if not kinds:
+                raise TypeError(f"name the class of {place} as the backend whose kit shall run")
+            for kind in kinds:
+                add_file(kind, place)
         made = [kit_class(kind, name, attributes, options) for kind, name in chosen]
     except (PluginError, TypeError) as error:
         raise pytest.UsageError(str(error)) from error
