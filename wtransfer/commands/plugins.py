@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import pkgutil
@@ -273,7 +274,8 @@ def _result(card: dict[str, Any]) -> str:
     if card["usable"] is False:
         return f"{card['error']['class']}: {card['error']['message']}"
     loaded = f"ok, {card['import_s']:.2f} s" if card["usable"] else ""
-    return ", ".join(filter(None, [loaded, "" if _is_found(card) else card["status"]]))
+    missing = f"not usable on this machine: {card['missing']}" if card.get("missing") else ""
+    return ", ".join(filter(None, [loaded, missing, "" if _is_found(card) else card["status"]]))
 
 
 def _is_plain(card: dict[str, Any]) -> bool:
@@ -340,11 +342,13 @@ def _card(
             options_cls = (*own, "wtransfer.specs.tier:TierOptions")
     except PluginError as error:
         return {**row, **_failure(error, with_traceback)}
+    missing = _missing(cls)
     declared = {each: _plain(getattr(cls, each)) for each in DECLARED if hasattr(cls, each)}
     hosts = _in_hosts(record, getattr(cls, "example_options", {}))
     return {
         **row,
         "usable": True,
+        "missing": missing,
         "class": _plain(cls),
         "import_s": round(import_s, 3),
         "imported": [
@@ -356,6 +360,18 @@ def _card(
         "options": options_of(options_cls),
         "hosts": hosts,
     }
+
+
+def _missing(cls: type[Any]) -> str | None:
+    """Return why a backend cannot be used on this machine, as its ``available`` says."""
+    # An attribute of this name that needs an object is another thing.
+    if not isinstance(inspect.getattr_static(cls, "available", None), (classmethod, staticmethod)):
+        return None
+    try:
+        cls.available()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _check_engine(record: Record, name: str, cls: type[Any]) -> type[Any]:
@@ -427,7 +443,7 @@ def _plain(value: Any) -> Any:
 
 
 def _card_text(card: dict[str, Any]) -> str:
-    apart = ("usable", "error", "declared", "options", "hosts", "import_s", "imported")
+    apart = ("usable", "missing", "error", "declared", "options", "hosts", "import_s", "imported")
     lines = {k: v for k, v in card.items() if k not in apart}
     if "import_s" in card:
         imported = ", ".join(card["imported"]) or "nothing else"
@@ -443,6 +459,8 @@ def _card_text(card: dict[str, Any]) -> str:
         lines["error"] = f"{error['class']}: {error['message']}"
         lines["cause"] = error["cause"] or "none"
     lines["usable"] = "yes" if card["usable"] else "no"
+    if card.get("missing"):
+        lines["usable"] = f"not on this machine: {card['missing']}"
     width = max(map(len, lines))
     text = "\n".join(f"{key.ljust(width)}  {value}" for key, value in lines.items())
     return text if error is None else f"{text}\n{error.get('traceback', '')}".rstrip()
