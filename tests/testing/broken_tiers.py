@@ -76,7 +76,13 @@ class TestRaisesForMissingKeys(MemoryTier):
         return True
 
 
-@broken("test_missing_key_is_not_found", deadline_s=0.2)
+@broken(
+    "test_missing_key_is_not_found",
+    deadline_s=0.2,
+    says="a call of the tier has not returned in 1.2 s",
+    hints="a call waits without an end, for a lock, a peer or a server: give each a time-out; or "
+    "that the answer for a key that is not there",
+)
 class TestWaitsForMissingKeys(MemoryTier):
     def get(self, key, into):
         for _ in range(1000):
@@ -372,7 +378,11 @@ class TestSharesABuffer(MemoryTier):
         super().put(key, self.buffer)
 
 
-@broken("test_threads_share_an_object")
+@broken(
+    "test_threads_share_an_object",
+    says="SQLite objects created in a thread",
+    hints="threads share a connection of sqlite: give each thread its own",
+)
 class TestIsForOneThread(MemoryTier):
     def __init__(self, options):
         super().__init__(options)
@@ -576,13 +586,21 @@ class TestCountsWhatIsLeft(MemoryTier):
         return {"left_total": self.num_left}
 
 
-@broken("test_close_is_idempotent", passes=("test_close_ends_one_object_only",))
+@broken(
+    "test_close_is_idempotent",
+    passes=("test_close_ends_one_object_only",),
+    says="has no attribute 'kept'",
+)
 class TestClosesOnce(MemoryTier):
     def close(self):
         del self.kept
 
 
-@broken("test_close_is_idempotent", passes=("test_close_ends_one_object_only",))
+@broken(
+    "test_close_is_idempotent",
+    passes=("test_close_ends_one_object_only",),
+    says="has no attribute 'connection'",
+)
 class TestCannotCloseUnused(MemoryTier):
     def put(self, key, data):
         super().put(key, data)

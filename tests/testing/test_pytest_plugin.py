@@ -38,6 +38,25 @@ class TestMemory(ConnectorConformance):
 """
 
 
+WARNS = """
+import logging
+from wtransfer.testing.fakes import MemoryTier
+from wtransfer.testing.tier import TierConformance
+
+class Warns(MemoryTier):
+    def put(self, key, data):
+        logging.getLogger(__name__).warning("put %d bytes", len(data))
+        super().put(key, data)
+
+class TestWarns(TierConformance):
+    tier_cls, in_processes = Warns, False
+
+    def options_in(self, folder):
+        logging.getLogger("another").warning("not the backend's")
+        return {"shelf": str(folder)}
+"""
+
+
 RUN_PYTEST = """
 import os, runpy, sys
 os.chdir(sys.argv.pop(1))
@@ -335,3 +354,13 @@ def test_class_is_not_looked_for_by_other_processes():
     assert kit_class("tier", "file", {}, {}).in_processes
     assert not kit_class("tier", MemoryTier, {}, {}).in_processes
     assert kit_class("tier", MemoryTier, {"in_processes": True}, {}).in_processes
+
+
+def test_warnings_of_the_backends_own_logger_are_in_the_summary(run):
+    done = run(WARNS, "-p", PLUGIN, "-k", "put_replaces or stays_when")
+    _, title, summary = done.stdout.partition("said by the backends' own loggers")
+    assert title, done.stdout
+    # The first text of each form.
+    assert "WARNING of test_mine: put 1000 bytes (in 2 tests)" in summary
+    assert "not the backend's" not in summary
+    assert "2 passed" in summary

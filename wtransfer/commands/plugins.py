@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import pkgutil
@@ -16,7 +17,7 @@ import click
 from wtransfer.commands.options import options_of
 from wtransfer.errors import PluginError, PluginTypeError, UnknownBackendError
 from wtransfer.registry.discovery import CORE, DISCOVERED, ENGINES, HOSTS, SPECS, installed
-from wtransfer.registry.resolve import Listed, Registry, host
+from wtransfer.registry.resolve import Listed, Registry, add_file, host
 from wtransfer.scaffold import GROUPS, create
 
 if TYPE_CHECKING:
@@ -48,6 +49,14 @@ of_kind = click.option(
 )
 
 
+of_file = click.option(
+    "--plugin",
+    "file",
+    metavar="FILE.py:CLASS",
+    help="A class of a file, of the kind that --kind names, in place of NAME.",
+)
+
+
 @click.group()
 def plugins() -> None:
     """List and check installed backends."""
@@ -70,15 +79,21 @@ def list_plugins(as_json: bool) -> None:
 
 
 @plugins.command()
-@click.argument("name")
+@click.argument("name", required=False)
 @of_kind
+@of_file
 @click.option("--traceback", "with_traceback", is_flag=True, help="Show where its import failed.")
 @as_json
-def show(name: str, kind: str | None, with_traceback: bool, as_json: bool) -> None:
+def show(
+    name: str | None, kind: str | None, file: str | None, with_traceback: bool, as_json: bool
+) -> None:
     """Load the backend NAME and show what it declares, or why it cannot be used.
 
     NAME may be distribution:name. The exit code is 1 if it cannot be used.
     """
+    name = _name(name, kind, file)
+    if name is None:
+        raise click.UsageError("Missing argument 'NAME'.")
     found: list[dict[str, Any]] = []
     failed: list[dict[str, Any]] = []
     unknown: list[dict[str, Any]] = []
@@ -105,8 +120,9 @@ def show(name: str, kind: str | None, with_traceback: bool, as_json: bool) -> No
 @plugins.command()
 @click.argument("name", required=False)
 @of_kind
+@of_file
 @as_json
-def check(name: str | None, kind: str | None, as_json: bool) -> None:
+def check(name: str | None, kind: str | None, file: str | None, as_json: bool) -> None:
     """Load every backend, or NAME, each in a process of its own, and say what to mend.
 
     Backends that WTRANSFER_PLUGINS or WTRANSFER_PLUGINS_BLOCK excludes are not loaded. The exit
@@ -116,6 +132,7 @@ def check(name: str | None, kind: str | None, as_json: bool) -> None:
     # These imports would be a tenth of the time of `list`.
     from concurrent.futures import ThreadPoolExecutor
 
+    name = _name(name, kind, file)
     try:
         listed = _listed(name, kind)
         limit_s = host.settings.load_timeout_s + START_S
@@ -197,6 +214,18 @@ def _printing_aside() -> Iterator[None]:
         os.close(kept)
 
 
+def _name(name: str | None, kind: str | None, file: str | None) -> str | None:
+    """Return the name that is asked for: that of the class, where a file is given."""
+    if file is None:
+        return name
+    if name is not None or kind is None:
+        raise click.UsageError("--plugin stands in place of NAME, and beside --kind")
+    try:
+        return add_file(kind, file)
+    except PluginError as error:
+        raise click.UsageError(str(error)) from error
+
+
 def _listed(name: str | None, kind: str | None) -> list[Listed]:
     """Return all installed backends, or those that a name means.
 
@@ -265,7 +294,8 @@ def _result(card: dict[str, Any]) -> str:
     if card["usable"] is False:
         return f"{card['error']['class']}: {card['error']['message']}"
     loaded = f"ok, {card['import_s']:.2f} s" if card["usable"] else ""
-    return ", ".join(filter(None, [loaded, "" if _is_found(card) else card["status"]]))
+    missing = f"not usable on this machine: {card['missing']}" if card.get("missing") else ""
+    return ", ".join(filter(None, [loaded, missing, "" if _is_found(card) else card["status"]]))
 
 
 def _is_plain(card: dict[str, Any]) -> bool:
@@ -333,11 +363,13 @@ def _card(
             options_cls = (*own, "wtransfer.specs.tier:TierOptions")
     except PluginError as error:
         return {**row, **_failure(error, with_traceback)}
+    missing = _missing(cls)
     declared = {each: _plain(getattr(cls, each)) for each in DECLARED if hasattr(cls, each)}
     hosts = _in_hosts(record, getattr(cls, "example_options", {}))
     return {
         **row,
         "usable": True,
+        "missing": missing,
         "class": _plain(cls),
         "import_s": round(import_s, 3),
         "imported": [
@@ -349,6 +381,18 @@ def _card(
         "options": options_of(options_cls),
         "hosts": hosts,
     }
+
+
+def _missing(cls: type[Any]) -> str | None:
+    """Return why a backend cannot be used on this machine, as its ``available`` says."""
+    # An attribute of this name that needs an object is another thing.
+    if not isinstance(inspect.getattr_static(cls, "available", None), (classmethod, staticmethod)):
+        return None
+    try:
+        cls.available()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _check_engine(record: Record, name: str, cls: type[Any]) -> type[Any]:
@@ -420,7 +464,7 @@ def _plain(value: Any) -> Any:
 
 
 def _card_text(card: dict[str, Any]) -> str:
-    apart = ("usable", "error", "declared", "options", "hosts", "import_s", "imported")
+    apart = ("usable", "missing", "error", "declared", "options", "hosts", "import_s", "imported")
     lines = {k: v for k, v in card.items() if k not in apart}
     if "import_s" in card:
         imported = ", ".join(card["imported"]) or "nothing else"
@@ -436,6 +480,8 @@ def _card_text(card: dict[str, Any]) -> str:
         lines["error"] = f"{error['class']}: {error['message']}"
         lines["cause"] = error["cause"] or "none"
     lines["usable"] = "yes" if card["usable"] else "no"
+    if card.get("missing"):
+        lines["usable"] = f"not on this machine: {card['missing']}"
     width = max(map(len, lines))
     text = "\n".join(f"{key.ljust(width)}  {value}" for key, value in lines.items())
     return text if error is None else f"{text}\n{error.get('traceback', '')}".rstrip()

@@ -25,6 +25,7 @@ from wtransfer.commands.shared import (
     end_signals,
     given_token,
     logging_options,
+    plugin_option,
     token_file_option,
 )
 from wtransfer.errors import (
@@ -68,6 +69,7 @@ _WAIT_S = 0.2  # a signal takes as long, at most
     help="The publisher to follow, or file:/ROOT, a folder of versions.",
 )
 @token_file_option
+@plugin_option
 @click.option("--name", help="Name in reports. Default: host and process id.")
 @click.option(
     "--commit",

@@ -26,9 +26,11 @@ PluginErrorT = TypeVar("PluginErrorT", bound=PluginError)
 CORE = "wtransfer"
 """Distribution whose entry points are the built-ins."""
 
-Origin: TypeAlias = Literal["built-in", "discovered", "run time", "module path", "application"]
-"""Origin of a backend: our entry points, another distribution's, ``register_*``, a module that a
-configuration names, or an application's ``wtransfer_load`` hook."""
+Origin: TypeAlias = Literal[
+    "built-in", "discovered", "file", "run time", "module path", "application"
+]
+"""Origin of a backend: our entry points, another distribution's, a file that the operator names,
+``register_*``, a module that a configuration names, or an application's ``wtransfer_load`` hook."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import inspect
 import pkgutil
 import re
 import sys
 import threading
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -196,7 +198,7 @@ class Loader:
                 or did not end.
         """
         place = _VALUE.fullmatch(record.value.strip())
-        if place is None:
+        if place is None and record.origin != "file":
             problem = f"its place {record.value!r} is not of the form 'module:Class'."
             raise record.error(PluginBrokenError, f"cannot be loaded: {problem}")
         found: object = None
@@ -205,7 +207,10 @@ class Loader:
         def run() -> None:
             nonlocal found, error
             try:
-                found = pkgutil.resolve_name(f"{place['module']}:{place['attr']}")
+                if place is None:
+                    found = _from_file(*record.value.rsplit(":", 1))
+                else:
+                    found = pkgutil.resolve_name(f"{place['module']}:{place['attr']}")
             except BaseException as raised:  # SystemExit, too: a plug-in must not end the process
                 error = raised
 
@@ -240,6 +245,29 @@ class Loader:
         raise record.error(
             PluginBrokenError, f"cannot be loaded {problem} Only this name is affected."
         ) from error
+
+
+def _from_file(path: str, attr: str) -> object:
+    """Import a file as the module of its name, and return an object of it.
+
+    Raises:
+        ImportError: Another module of this name is imported.
+    """
+    name = Path(path).stem
+    module = sys.modules.get(name)
+    if module is None:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    elif getattr(module, "__file__", None) != path:
+        raise ImportError(f"a module {name!r} is imported already, {module!r}: rename the file")
+    return getattr(module, attr)
 
 
 def _check_class(record: Record, loaded: object) -> type:

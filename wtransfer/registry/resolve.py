@@ -9,22 +9,27 @@ exists, the nearest match, and for our own packages the ``pip install`` line.
 ``WTRANSFER_PIN``                         ``kind:name=distribution``, separated by commas
 ``WTRANSFER_PLUGINS``                     only these plug-ins; empty: none. Built-ins always stay
 ``WTRANSFER_PLUGINS_BLOCK``               not these; may name built-ins as ``wtransfer:name``
+``WTRANSFER_PLUGIN_FILES``                ``kind:/path/file.py:Class``, separated by commas: classes
+                                          of files, found by their own names (``--plugin``)
 ``WTRANSFER_LOAD_TIMEOUT_S``              seconds that a plug-in's import may take; 0: import in
                                           the calling thread, without a deadline
 ========================================  ======================================================
 
-Entries of the two lists are ``distribution`` or ``distribution:name``.
+Entries of the two lists are ``distribution`` or ``distribution:name``. The distribution of a class
+of a file is the file's name, and its version a digest of the file.
 """
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import logging
 import math
 import os
 import re
 import threading
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wtransfer.errors import (
@@ -60,6 +65,7 @@ if TYPE_CHECKING:
 PIN = "WTRANSFER_PIN"
 ALLOW = "WTRANSFER_PLUGINS"
 BLOCK = "WTRANSFER_PLUGINS_BLOCK"
+FILES = "WTRANSFER_PLUGIN_FILES"
 LOAD_TIMEOUT = "WTRANSFER_LOAD_TIMEOUT_S"
 DEFAULT_LOAD_TIMEOUT_S = 60.0
 
@@ -89,6 +95,16 @@ class Settings:
                     f"{words.replace('|', ', ')}, for example engines:nccl=acme-wt"
                 )
             self.pins[pin[1], fold(pin[2])] = pin[3]
+        self.files: list[tuple[str, Path, str]] = []
+        """(kind, file, name of the class)."""
+        for text in _split(environ.get(FILES, "")):
+            place = re.fullmatch(rf"({words}):(/.*\.py):(\w+)", text)
+            if place is None:
+                raise PluginSettingError(
+                    f"{FILES} has the entry {text!r}; expected kind:/path/file.py:Class with a "
+                    f"kind of {words.replace('|', ', ')}"
+                )
+            self.files.append((place[1], Path(place[2]), place[3]))
         self._blocked = _entries(BLOCK, environ.get(BLOCK, ""))
         self._allowed = _entries(ALLOW, environ[ALLOW]) if ALLOW in environ else None
         timeout = environ.get(LOAD_TIMEOUT, str(DEFAULT_LOAD_TIMEOUT_S))
@@ -487,8 +503,30 @@ class Host:
 
     @cached_property
     def catalog(self) -> Catalog:
-        """Catalog of the installed backends."""
-        return discover(self._distributions)
+        """Catalog of the installed backends, and of those in files that the operator names.
+
+        Raises:
+            PluginSettingError: A variable cannot be read, or such a file cannot.
+        """
+        catalog = discover(self._distributions)
+        for word, path, name in self.settings.files:
+            try:
+                # Peers compare it: both must have the same file.
+                version = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+            except OSError as error:
+                raise PluginSettingError(
+                    f"{FILES} names {path}, which cannot be read: {error}"
+                ) from error
+            kind = self.registry(word).kind
+            catalog.records.append(Record(kind, name, f"{path}:{name}", path.name, version, "file"))
+        return catalog
+
+    def reread(self) -> None:
+        """Read settings and distributions anew when they are next needed."""
+        vars(self).pop("settings", None)
+        vars(self).pop("catalog", None)
+        for registry in self._registries.values():
+            vars(registry).pop("_discovered", None)
 
     @property
     def loader(self) -> Loader:
@@ -517,3 +555,33 @@ host = Host()
 def registry(word: str) -> Registry:
     """Return the process's registry of a kind: engines, connectors, specs or trainers."""
     return host.registry(word)
+
+
+def add_file(kind: str, place: str) -> str:
+    """Let a class of a file be a backend, here and in the processes that this one will start.
+
+    It is imported when its name is first used, as any other; pins and lists hold for it.
+
+    Args:
+        kind: ``engines``, ``connectors`` or ``specs``.
+        place: ``path/file.py:Class``.
+
+    Returns:
+        The name of the backend: that of the class.
+
+    Raises:
+        PluginSettingError: The place has another form, or there is no such file.
+    """
+    found = re.fullmatch(r"(.+\.py):(\w+)", place)
+    if found is None or "," in place:
+        raise PluginSettingError(
+            f"{place!r} names no class of a file; expected for example ./my_engine.py:MyEngine"
+        )
+    path = Path(found[1]).resolve()
+    if not path.is_file():
+        raise PluginSettingError(f"there is no file {path}")
+    known = _split(os.environ.get(FILES, ""))
+    entry = f"{kind}:{path}:{found[2]}"
+    os.environ[FILES] = ",".join(dict.fromkeys([*known, entry]))
+    host.reread()
+    return found[2]

@@ -42,6 +42,7 @@ from wtransfer.testing.faults import Fault, Faults
 from wtransfer.testing.fleet import Fleet
 from wtransfer.testing.kit import ConformanceKit, registered_name, usually
 from wtransfer.testing.leftovers import Leftovers, descendants
+from wtransfer.testing.two_hosts import TRAINER_ADDRESS, NoTwoHostsError, TwoHosts
 from wtransfer.weight_sync.trainer.source import StateDictSource
 from wtransfer.weight_sync.worker.target import StateDictTarget
 
@@ -60,6 +61,10 @@ NUM_LATE = 128
 """Number of tensors for a worker that begins late: more than a few small slots take."""
 LATE_TENSOR_NBYTES = 2**17
 """Bytes of each of them."""
+NUM_ARRIVING = 12
+"""Number of tensors whose arrival one by one is watched."""
+ARRIVING_NBYTES = 4 * 2**20
+"""Bytes of each of them: some fill a usual bucket, and all of them several."""
 SLOW_TENSOR_MS = 2.0
 """Time per small tensor above which the kit prints a line."""
 LATE_S = 0.2
@@ -90,6 +95,9 @@ class EngineConformance(ConformanceKit):
 
     ends_within_s: ClassVar[float] = 5.0
     """Bound on the leftovers of a shutdown, in seconds."""
+    host_option: ClassVar[str] = "host"
+    """Option of the trainer side that takes the address at which workers of other hosts reach it;
+    no option is set if there is none of this name."""
     smoke_test = "test_one_round_is_committed"
 
     def options_of(self, number: int) -> Mapping[str, Any]:  # noqa: ARG002
@@ -99,6 +107,16 @@ class EngineConformance(ConformanceKit):
             number: Index of the publisher among those of a test.
         """
         return self.options
+
+    def dial_as_stranger(self, peer: socket.socket) -> None:
+        """Speak the engine's own protocol as far as one can who does not know the token.
+
+        Override it, or the strangers of the kit speak none. For an engine whose workers send a
+        token first: ``peer.sendall(bytes(32))``.
+
+        Args:
+            peer: Connected to a socket at which this process listens; calls end after 5 seconds.
+        """
 
     # -- fixtures
 
@@ -128,14 +146,16 @@ class EngineConformance(ConformanceKit):
         """Make fleets of this engine, which are closed at the end of the test."""
         fleets: list[Fleet] = []
 
-        def make(source: Any, *, trainer: type | None = None, engine: str | None = None) -> Fleet:
+        def make(
+            source: Any, *, trainer: type | None = None, engine: str | None = None, **more: Any
+        ) -> Fleet:
             name = engine or self.engine or registered_name("engines", worker_cls)
             trainer = trainer or (None if engine else twin_cls)
             made = Fleet(
                 source,
                 engine=name,
                 trainer=trainer,
-                options=dict(self.options_of(len(fleets))),
+                options={**self.options_of(len(fleets)), **more},
                 deadline_s=self.deadline_s,
             )
             fleets.append(made)
@@ -198,12 +218,50 @@ class EngineConformance(ConformanceKit):
         self._item.user_properties.append(("ms_per_small_tensor", cost_ms))
         if cost_ms > SLOW_TENSOR_MS:
             # Not a warning: many projects turn warnings into errors, and slowness is no error.
-            note = (
-                f"{type(self).__name__}: a small tensor takes {cost_ms:.1f} ms, more than "
-                f"{SLOW_TENSOR_MS:g} ms: send tensors in buckets"
+            self._note(
+                f"a small tensor takes {cost_ms:.1f} ms, more than {SLOW_TENSOR_MS:g} ms: send "
+                "tensors in buckets"
             )
-            self._item.user_properties.append(("note", note))
-            _print_line(self._item.config, note)
+
+    @usually(
+        "`receive_weights` collects all tensors for one call of `load_weights`: pass each on, or "
+        "each bucket, as it arrives; each call is progress"
+    )
+    def test_tensors_are_passed_on_as_they_arrive(
+        self, fleet: MakeFleet, worker_cls: type, twin_cls: type
+    ) -> None:
+        """The trainer's last tensor is held back; a worker has been given others by then."""
+        watch = _Watch()
+        source = _GatedSource(
+            {
+                f"layer.{i}": torch.full((ARRIVING_NBYTES // 4,), i, dtype=torch.int32)
+                for i in range(NUM_ARRIVING)
+            },
+            gate_at=NUM_ARRIVING - 1,
+        )
+        made = fleet(source, engine=watch.wrap(worker_cls, twin_cls))
+        member = made.join(_zeros(source.tensors))
+        source.gate.clear()
+        round_ = made.publisher.publish("v1", wait=False)
+        try:
+            assert source.reached.wait(self.deadline_s)
+            in_time = _in_time(lambda: sum(watch.passed) > 0)
+        finally:
+            source.gate.set()
+        made.finish(round_)
+        assert member.contents == contents(source.tensors)
+        told = (
+            f"{NUM_ARRIVING - 1} of {NUM_ARRIVING} tensors of {ARRIVING_NBYTES:,} bytes, and "
+            "nothing was passed on by `load_weights` before the trainer had read the last one"
+        )
+        end = (
+            "with a model whose transfer takes longer than the publisher's deadline, the round "
+            "ends with StallError"
+        )
+        in_one = max(watch.passed) > sum(watch.passed) // 2
+        assert in_time or not in_one, f"{told}; then they came in one call: {end}"
+        if not in_time:
+            self._note(f"{told}; if moving them is no progress of the trainer's source, {end}")
 
     @usually("the trainer sends storage, as from `data_ptr()`, without `contiguous()`")
     def test_tensors_of_any_strides_arrive(self, fleet: MakeFleet) -> None:
@@ -274,14 +332,18 @@ class EngineConformance(ConformanceKit):
         source = _model()
         made = fleet(source)
         made.join()
-        _publish(made, "v1")
-        late = made.join()
-        if hasattr(twin_cls, "resend"):
-            assert late.session.commit_pending(self.deadline_s)
-            assert (late.session.version, late.contents) == ("v1", contents(source))
-        source["weight"] += 1
-        _publish(made, "v2")
-        assert (late.session.version, late.contents) == ("v2", contents(source))
+        for version in ("v1", "v2"):
+            _publish(made, version)
+            late = made.join()
+            if hasattr(twin_cls, "resend"):
+                assert late.session.commit_pending(self.deadline_s), (
+                    f"`resend` brought nothing, or other tensors than those of {version}, to a "
+                    "worker that joined later"
+                )
+                assert (late.session.version, late.contents) == (version, contents(source))
+            source["weight"] += 1
+        _publish(made, "v3")
+        assert (late.session.version, late.contents) == ("v3", contents(source))
 
     # -- failures
 
@@ -437,7 +499,8 @@ class EngineConformance(ConformanceKit):
     ) -> None:
         """Peers without a token dial before the workers: one is silent, one sends noise.
 
-        The peers dial TCP and Unix sockets, and read the files whose descriptors they are given.
+        One more speaks the engine's protocol, where `dial_as_stranger` does. The peers dial TCP and
+        Unix sockets, and read the files whose descriptors they are given.
         """
         watch = _Watch()
         source = {"weight": random_tensor(torch.float32, (64, 64), seed=5)}
@@ -445,13 +508,52 @@ class EngineConformance(ConformanceKit):
         made = fleet(source, engine=watch.wrap(worker_cls, twin_cls))
         members = [made.join(), made.join()]
         with contextlib.ExitStack() as stack:
-            strangers = _Strangers(stack)
+            strangers = _Strangers(stack, self.dial_as_stranger)
             watch.on_receive = strangers.dial
             _publish(made, "v1")
             if not strangers.sockets:
                 pytest.skip("the engine listens on no socket: there is nothing to dial")
+            if type(self).dial_as_stranger is EngineConformance.dial_as_stranger:
+                self._note(
+                    "NOT TESTED: a stranger that speaks the engine's protocol; write "
+                    "dial_as_stranger(self, peer) in the subclass of the kit"
+                )
             assert [member.contents for member in members] == [contents(source)] * 2
             strangers.check(source["weight"].cpu().numpy().tobytes()[:64])
+
+    @usually(
+        "the trainer announces an address of its own host alone, such as 127.0.0.1: take the "
+        "address as an option, whose name is `host_option`, or do not declare multi_host"
+    )
+    def test_worker_on_another_host_gets_the_same(
+        self, fleet: MakeFleet, worker_cls: Any, twin_cls: Any
+    ) -> None:
+        """Both sides of an engine that says `multi_host` run on two hosts: network namespaces."""
+        if not getattr(worker_cls, "multi_host", False):
+            return
+        fields = getattr(twin_cls.init_info_cls, "__dataclass_fields__", {})
+        options = {self.host_option: TRAINER_ADDRESS} if self.host_option in fields else {}
+        source = _model()
+        with contextlib.ExitStack() as stack:
+            try:
+                hosts = stack.enter_context(TwoHosts())
+            except NoTwoHostsError as error:
+                pytest.skip(f"NOT TESTED: two hosts, which cannot be made here ({error})")
+            engine = _on_two_hosts(hosts, worker_cls, twin_cls)
+            made = fleet(source, engine=engine, **options)
+            member = made.join()
+            for version in ("v1", "v2"):
+                _publish(made, version)
+                assert member.contents == contents(source)
+                source["weight"] += 1
+            # Before the hosts are gone, on which its sides shut down.
+            made.close()
+
+    def _note(self, text: str) -> None:
+        """Print a line in the terminal and in the report: a finding that is no failure."""
+        note = f"{type(self).__name__}: {text}"
+        self._item.user_properties.append(("note", note))
+        _print_line(self._item.config, note)
 
     def _check_leaves_nothing(self, live: Callable[[], None]) -> None:
         """Check that a life of a fleet, its end included, leaves nothing in the process."""
@@ -513,6 +615,12 @@ class EngineConformance(ConformanceKit):
         assert isinstance(worker_cls.init_info_cls, type)
         assert isinstance(worker_cls.update_info_cls, type)
         assert isinstance(twin_cls.init_info_cls, type)
+        for device in devices:
+            if device != torch.device(self.device).type:
+                self._note(
+                    f"NOT TESTED: {device}, which `devices` declares; run the kit again with "
+                    f'device = "{device}" where there is one'
+                )
 
     @usually(
         "a receive buffer is used again though `tensors_valid_until` is 'round'; copy, or "
@@ -612,6 +720,8 @@ class _Watch:
         """True if the next ``receive_weights`` of the second worker is to begin late."""
         self.on_receive: Callable[[], None] = lambda: None
         """Called before a worker dials."""
+        self.passed: list[int] = []
+        """Bytes of each call of ``load_weights``."""
         self.receiving: list[Any] = []
         self.sending: list[Any] = []
 
@@ -650,12 +760,27 @@ class _Watch:
                     load_weights = _late(load_weights)
                 watch.receiving.append(self)
                 try:
-                    super().receive_weights(update_info, load_weights)
+                    super().receive_weights(update_info, watch.noting(load_weights))
                 finally:
                     watch.receiving.remove(self)
 
         Trainer.__name__, Worker.__name__ = twin_cls.__name__, worker_cls.__name__
         return registered_name("engines", Worker)
+
+    def noting(self, load_weights: Any) -> Any:
+        """Return the same function, whose calls are recorded in `passed`."""
+
+        def noted(pairs: Any) -> Iterator[Any]:
+            # One by one: an engine may reuse a buffer for the next tensor.
+            for name, tensor in pairs:
+                self.passed[-1] += tensor.nbytes
+                yield name, tensor
+
+        def load(pairs: Any) -> Any:
+            self.passed.append(0)
+            return load_weights(noted(pairs))
+
+        return load
 
     def blocked(self) -> list[Any]:
         """Return the workers that are receiving now, and still a while later."""
@@ -678,26 +803,30 @@ class _Watch:
 class _Strangers:
     """Peers that dial each socket at which this process listens from now on, and know no token."""
 
-    def __init__(self, stack: contextlib.ExitStack) -> None:
+    def __init__(self, stack: contextlib.ExitStack, speak: Callable[[socket.socket], None]) -> None:
         self.sockets: list[socket.socket] = []
-        self._stack = stack
+        self._stack, self._speak = stack, speak
         self._dialled = _listening()
         self._lock = threading.Lock()
 
     def dial(self) -> None:
-        """Dial each new socket twice: one peer is silent, one sends noise."""
+        """Dial each new socket: one peer is silent, one sends noise, one speaks the protocol."""
+
+        def noise(peer: socket.socket) -> None:
+            peer.sendall(b"GET / HTTP/1.1\r\n\r\n" * 8)
+
         with self._lock:
             new = _listening() - self._dialled
             self._dialled |= new
             for family, kind, address in new:
-                for noise in (b"", b"GET / HTTP/1.1\r\n\r\n" * 8):
+                for speak in (lambda _peer: None, noise, self._speak):
                     peer = self._stack.enter_context(socket.socket(family, kind))
                     peer.settimeout(5)
                     # The listener is closed by now, or turns a stranger away at once.
                     with contextlib.suppress(OSError):
                         peer.connect(address)
                         self.sockets.append(peer)
-                        peer.sendall(noise)
+                        speak(peer)
 
     def check(self, weights: bytes) -> None:
         """Fail if a peer was sent these bytes, or a descriptor of a file with them."""
@@ -785,18 +914,18 @@ class _Ledger(StateDictTarget):
 
 
 class _GatedSource(StateDictSource):
-    """A source whose iteration waits for the gate at its second tensor."""
+    """A source whose iteration waits for the gate at a tensor, by default its second."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor], gate_at: int = 1) -> None:
         super().__init__(tensors)
-        self.tensors = tensors
+        self.tensors, self._gate_at = tensors, gate_at
         self.reached = threading.Event()
         self.gate = threading.Event()
         self.gate.set()
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         for number, pair in enumerate(super().iter_full()):
-            if number == 1:
+            if number == self._gate_at:
                 self.reached.set()
                 self.gate.wait()
             yield pair
@@ -840,6 +969,38 @@ def _late(load_weights: Any) -> Any:
         return load_weights(pairs)
 
     return load
+
+
+def _on_two_hosts(hosts: TwoHosts, worker_cls: Any, twin_cls: Any) -> str:
+    """Return the name of an engine each of whose sides runs on a host of its own."""
+
+    class Trainer(twin_cls):  # type: ignore[misc]  # the class that is tested
+        """The tested trainer; threads that it starts are on its host."""
+
+        @classmethod
+        def trainer_init(cls, init_info: Any, **arguments: Any) -> Any:
+            with hosts.on_trainer():
+                return super().trainer_init(init_info, **arguments)
+
+        def send_weights(self) -> None:
+            with hosts.on_trainer():
+                super().send_weights()
+
+    class Worker(worker_cls):  # type: ignore[misc]  # the class that is tested
+        """The tested worker; threads that it starts are on its host."""
+
+        trainer_cls = Trainer
+
+        def init_transfer_engine(self, init_info: Any) -> None:
+            with hosts.on_worker():
+                super().init_transfer_engine(init_info)
+
+        def receive_weights(self, update_info: Any, load_weights: Any) -> None:
+            with hosts.on_worker():
+                super().receive_weights(update_info, load_weights)
+
+    Trainer.__name__, Worker.__name__ = twin_cls.__name__, worker_cls.__name__
+    return registered_name("engines", Worker)
 
 
 def _round_trip(fleet: Fleet) -> None:

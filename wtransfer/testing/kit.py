@@ -17,17 +17,22 @@ import difflib
 import functools
 import importlib
 import io
+import logging
 import os
 import re
 import time
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import pytest
 
+from wtransfer.calls import start_call
+from wtransfer.errors import ConnectorOptionError, OffloadingOptionError, PluginError
+from wtransfer.registry.discovery import CORE
 from wtransfer.registry.resolve import registry
-from wtransfer.testing.pytest_plugin import KINDS, choose
+from wtransfer.testing.pytest_plugin import KINDS, WARNED, Warned, choose
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -37,23 +42,80 @@ Test = TypeVar("Test", bound="Callable[..., None]")
 
 MAX_HUNG = 3
 """Tests of a backend that may hang before its other tests are skipped."""
-SPECIAL_HINTS = {
-    "buffer is not writable": "the memory of a tensor must be writable: map shared files with "
-    "mmap.ACCESS_COPY or ACCESS_WRITE",
-}
-"""Text within an error -> hint that replaces the test's own."""
+HANGS_AFTER = 6
+"""Multiple of a kit's `deadline_s` after which a call of the backend is given up."""
+
+
+class Hint(NamedTuple):
+    """Usual cause of an error, whichever test it ends."""
+
+    says: str
+    """Ends the sentence "Usually this means that ..."."""
+    text: str = ""
+    """Part of the error's text, or of a cause's; empty: any."""
+    error: type[BaseException] = BaseException
+    """Class of the error, or of a cause."""
+    is_sure: bool = True
+    """True if the test's own hint is wrong then. False: it follows."""
+
+
+HINTS = (
+    Hint(
+        "the memory of a tensor must be writable: map shared files with mmap.ACCESS_COPY or "
+        "ACCESS_WRITE",
+        "buffer is not writable",
+    ),
+    Hint(
+        "threads share a connection of sqlite: give each thread its own, or take a lock and "
+        "connect with check_same_thread=False",
+        "SQLite objects created in a thread",
+    ),
+    Hint(
+        "the kit was not given the options that the backend needs: return them from options_in, "
+        "set options, or pass them by name",
+        error=OffloadingOptionError,
+    ),
+    Hint(
+        "the kit was not given the options that the backend needs: set options, or pass them by "
+        "name",
+        error=ConnectorOptionError,
+    ),
+    Hint("a library is not installed here, or not under this name", error=ImportError),
+    Hint(
+        "the store of this test is full, which is no fault of the backend: give it more room",
+        "No space left on device",
+    ),
+    Hint(
+        "descriptors are opened for each call, or each object, and not closed",
+        "Too many open files",
+    ),
+    Hint(
+        "nothing listens at the address that the options name", "Connection refused", is_sure=False
+    ),
+    Hint(
+        "a call waits without an end, for a lock, a peer or a server: give each a time-out",
+        "has not returned in",
+        is_sure=False,
+    ),
+)
+"""Hints that go before those of the tests, the surest first."""
+_MISTAKES = (NameError, AttributeError, TypeError, NotImplementedError)
+_MISTAKE = re.compile(rf"raised ({'|'.join(each.__name__ for each in _MISTAKES)}): ")
+_HERE = str(Path(__file__).parents[1])
 
 
 def usually(hint: str) -> Callable[[Test], Test]:
     """Add the usual cause to every failure of a kit's test.
+
+    A hint that belongs to the error goes before the test's own (`HINTS`), and so does a mistake in
+    the backend's own code.
 
     Args:
         hint: Ends the sentence "Usually this means that ...".
     """
 
     def end(error: BaseException) -> str:
-        special = (each for text, each in SPECIAL_HINTS.items() if text in str(error))
-        return f"\nUsually this means that {next(special, hint)}."
+        return f"\nUsually this means that {_hint(error, hint)}."
 
     def decorate(test: Any) -> Any:
         @functools.wraps(test)
@@ -71,6 +133,26 @@ def usually(hint: str) -> Callable[[Test], Test]:
     return decorate
 
 
+def _hint(error: BaseException, own: str) -> str:
+    """Return the usual cause of an error: its class's or its text's, else the test's own."""
+    chain: list[BaseException] = []
+    each: BaseException | None = error
+    while each is not None and each not in chain:
+        chain.append(each)
+        each = each.__cause__
+    for hint in HINTS:
+        if any(isinstance(each, hint.error) and hint.text in str(each) for each in chain):
+            return hint.says if hint.is_sure else f"{hint.says}; or that {own}"
+    for each in chain:
+        *_, (frame, line) = [(None, 0), *traceback.walk_tb(each.__traceback__)]
+        file = frame.f_code.co_filename if frame is not None else _HERE
+        if isinstance(each, _MISTAKES) and not file.startswith(_HERE):
+            return f"the code itself has a mistake, at {Path(file).name}:{line}; or that {own}"
+    if _MISTAKE.search(str(error)):
+        return f"the backend's own code has this mistake; or that {own}"
+    return own
+
+
 class ConformanceKit:
     """Base of the kits.
 
@@ -83,15 +165,68 @@ class ConformanceKit:
     expected_failures: ClassVar[Mapping[str, str]] = {}
     """Reasons by test, or by test and parameters (``test_name[id]``): each of these has to fail,
     and fails the run if it passes. Read by the pytest plug-in of wtransfer."""
+    deadline_s: ClassVar[float] = 10.0
+    """Bound on waits, in seconds."""
     smoke_test: ClassVar[str] = ""
     """Name of the kit's smoke test, whose body runs within `is_smoke_test`."""
     _smoke_failed: ClassVar[type | None] = None
     _hung: ClassVar[dict[type, list[str]]] = {}
     _test_name: str | None = None
+    _has_hung = False
+
+    @pytest.fixture(autouse=True)
+    def _note_warnings(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        """Record what the backend's own logger says, for the summary of the run."""
+        logger, warned = logging.getLogger(self._logger_name()), _Warned()
+        logger.addHandler(warned)
+        yield
+        logger.removeHandler(warned)
+        request.node.user_properties += [(WARNED, said) for said in warned.said.items()]
+
+    def _logger_name(self) -> str:
+        """Return the name of the backend's logger: of its package, or of a module of ours."""
+        found = None
+        for kind, group in (*KINDS.items(), ("policy", "")):
+            name = getattr(self, kind, "")
+            found = found or getattr(self, f"{kind}_cls", None)
+            if not found and name and group:
+                with contextlib.suppress(PluginError):
+                    found = registry(group).get(name)
+        module = getattr(found, "__module__", "") or __name__
+        top = module.partition(".")[0]
+        return module if top == CORE else top
 
     def run_test(self, test: Callable[[], None]) -> None:
-        """Run the body of a test that has a hint; a kit may bound its time."""
+        """Run the body of a test that has a hint; a kit may bound its time by `run_bounded`."""
         test()
+
+    def run_bounded(self, call: Callable[[], object], what: str) -> None:
+        """Make calls of the backend on a thread, which is left behind where they hang.
+
+        Args:
+            call: The calls.
+            what: Their name in the failure.
+
+        Raises:
+            AssertionError: They take more than `HANGS_AFTER` times `deadline_s`.
+        """
+        made, bound_s = start_call(call, "wtransfer-kit"), HANGS_AFTER * self.deadline_s
+        if not made.done.wait(bound_s):
+            self._note_hang()
+            raise AssertionError(f"{what} has not returned in {bound_s:g} s")
+        # Raises failures, and exceptions that are none, such as a skip.
+        made.outcome()
+
+    def end_bounded(self, end: Callable[[], object], what: str) -> None:
+        """End at the end of a test what it has made, as `run_bounded`.
+
+        After a test that has hung the end is given `deadline_s`, and no failure of its own: a call
+        that still runs may hold it up.
+        """
+        if self._has_hung:
+            start_call(end, "wtransfer-kit").done.wait(self.deadline_s)
+        else:
+            self.run_bounded(end, what)
 
     @pytest.fixture(autouse=True)
     def _skip_after_failed_smoke_test(self, request: pytest.FixtureRequest) -> None:
@@ -107,8 +242,9 @@ class ConformanceKit:
         is_expected = {name, name.partition("[")[0]} & self.expected_failures.keys()
         self._test_name = None if is_expected else name
 
-    def note_hang(self) -> None:
+    def _note_hang(self) -> None:
         """Count a test that has hung; after `MAX_HUNG` the tests that follow are skipped."""
+        self._has_hung = True
         if self._test_name is not None:
             self._hung.setdefault(type(self), []).append(self._test_name)
 
@@ -157,6 +293,19 @@ class ConformanceKit:
                 )
 
 
+class _Warned(logging.Handler):
+    """Keeps the first text of each warning, and of each error, that is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: dict[str, str] = {}
+        """Logger, level and form of the text -> the first text."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        key = f"{record.levelname} of {record.name}: {record.msg}"
+        self.said.setdefault(key, f"{record.levelname} of {record.name}: {record.getMessage()}")
+
+
 def registered_name(group: str, backend: type | None, kind: str = "") -> str:
     """Register a backend class that is not installed, once, and return its name.
 
@@ -203,6 +352,8 @@ class Report:
     """Reasons by test, expected failures among them."""
     notes: list[str] = field(default_factory=list)
     """Findings that are no failures, such as much time per tensor."""
+    warned: Warned = field(default_factory=Warned)
+    """Warnings and errors that the backend's own logger has had in this process."""
     seconds: float = 0.0
 
     @property
@@ -221,7 +372,7 @@ class Report:
         for text, names in tests.items():
             which = names[0] if len(names) == 1 else f"{len(names)} tests"
             lines.append(f"skipped {which}: {_indented(text)}")
-        return "\n".join([*lines, *self.notes])
+        return "\n".join([*lines, *self.notes, *self.warned.lines()])
 
     # Hooks of pytest, by which the report fills itself.
 
@@ -233,6 +384,7 @@ class Report:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Record a test; a test whose teardown fails has failed, too."""
         name = report.nodeid.split("::", 2)[-1]
+        self.warned.take(report)
         if report.failed:
             earlier = [self.failed[name]] if name in self.failed else []
             self.failed[name] = "\n".join([*earlier, _message(report)])

@@ -110,6 +110,9 @@ def _record_opened_files() -> None:
     """Note from now on which files in ``/dev/shm`` this process opens."""
 
     def note(event: str, args: tuple[Any, ...]) -> None:
+        # As the interpreter ends, the names of this module have no values any more.
+        if not sys or sys.is_finalizing():
+            return
         for path in args:
             if isinstance(path, str | bytes | os.PathLike):
                 _opened.add(_opened_name(os.fsdecode(path)))

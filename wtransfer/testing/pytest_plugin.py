@@ -22,11 +22,46 @@ PACKAGE = "wtransfer.testing"
 _CHOSEN = "_wtransfer_kit_classes"
 COLLECTED = Path(__file__).with_name("test_installed.py")
 _IS_RECENT = hasattr(pytest, "version_tuple")  # since 7.0
+WARNED = "wtransfer_warned"
+"""Property of a test with the warnings of a backend."""
 NUM_DURATIONS = 10
 """Slowest tests to name at the end."""
 
 # Registered one by one: the package is imported already, as this module is in it.
 pytest.register_assert_rewrite(*(f"{PACKAGE}.{name}" for name in (*KINDS, "kit", "policy")))
+
+
+class Warned:
+    """Warnings of the backends' own loggers, each with the number of tests that had it."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, str] = {}
+        self._counts: dict[str, int] = {}
+
+    def take(self, report: Any) -> None:
+        """Add those of a test that has ended; any other report has none."""
+        if getattr(report, "when", "") == "teardown":
+            for name, said in report.user_properties:
+                if name == WARNED:
+                    key, text = said
+                    self._said.setdefault(key, text)
+                    self._counts[key] = self._counts.get(key, 0) + 1
+
+    def lines(self) -> list[str]:
+        """Return a line for each."""
+        return [f"{text} (in {self._counts[key]} tests)" for key, text in self._said.items()]
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Show what the loggers of backends have said while their kits ran."""
+    warned = Warned()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            warned.take(report)
+    if lines := warned.lines():
+        terminalreporter.section("said by the backends' own loggers")
+        for line in lines:
+            terminalreporter.line(line)
 
 
 def choose(config: pytest.Config, classes: list[type[Any]]) -> None:
@@ -46,6 +81,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
             metavar="NAME",
             help=f"Run the kit on the installed {kind} NAME. Repeatable.",
         )
+    group.addoption(
+        "--wtransfer-plugin",
+        action="append",
+        default=[],
+        metavar="FILE.py:CLASS",
+        help="Let a class of a file, which is not installed, be found by its name. Repeatable.",
+    )
     group.addoption(
         "--wtransfer-option",
         action="append",
@@ -89,9 +131,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
     # Imported late, and by name: `kit` imports this module, and the kits, which import torch.
     kit_class = importlib.import_module(f"{PACKAGE}.kit").kit_class
+    add_file = importlib.import_module("wtransfer.registry.resolve").add_file
     options = dict(map(_pair, option.wtransfer_option))
     attributes = dict(map(_pair, option.wtransfer_attribute))
     try:
+        for place in option.wtransfer_plugin:
+            # The class is of the kind whose kit it is given to.
+            kinds = {KINDS[kind] for kind, name in chosen if place.endswith(f":{name}")}
+            if not kinds:
+                raise TypeError(f"name the class of {place} as the backend whose kit shall run")
+            for kind in kinds:
+                add_file(kind, place)
         made = [kit_class(kind, name, attributes, options) for kind, name in chosen]
     except (PluginError, TypeError) as error:
         raise pytest.UsageError(str(error)) from error

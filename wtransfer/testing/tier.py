@@ -21,7 +21,6 @@ may fail, each with its reason, for all parameters or for some::
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import copy
 import functools
@@ -135,8 +134,6 @@ TINY = Geometry(num_layers=2, page_nbytes=64, num_blocks=4)
 """A cache whose blocks are so small that a test can damage every byte of one in turn."""
 QUIET_S = 0.2
 """Duration of the watch for late writes, in seconds."""
-HANGS_AFTER = 6
-"""Multiple of `deadline_s` after which a test is given up."""
 
 _RIGHT = "the bytes that were put"
 _GUARD = 0xA5
@@ -166,14 +163,8 @@ class TierConformance(ConformanceKit):
     smoke_test = "test_one_value_is_put_and_found"
 
     def run_test(self, test: Callable[[], None]) -> None:
-        """Run a test on a thread; one that takes `HANGS_AFTER` times `deadline_s` has failed."""
-        call, bound_s = start_call(test, "wtransfer-kit"), HANGS_AFTER * self.deadline_s
-        if not call.done.wait(bound_s):
-            self.note_hang()
-            raise AssertionError(f"a call of the tier has not returned in {bound_s:g} s")
-        # Failures, and exceptions that are none, such as a skip.
-        if call.error is not None:
-            raise call.error
+        """Run a test on a thread, whose time is bounded."""
+        self.run_bounded(test, "a call of the tier")
 
     def options_in(self, folder: Path) -> dict[str, Any]:
         """Return the tier's options: the same store for the same folder.
@@ -217,10 +208,13 @@ class TierConformance(ConformanceKit):
             users.append(TierUser(open_tier(found_cls, copy.deepcopy(tier_options))))
             return users[-1]
 
+        def close_all() -> None:
+            for user in users:
+                if not user.is_closed:
+                    user.close()
+
         yield open_one
-        for user in users:
-            if not user.is_closed:
-                user.close()
+        self.end_bounded(close_all, "close()")
 
     @pytest.fixture
     def start_tier(
@@ -279,32 +273,32 @@ class TierConformance(ConformanceKit):
         del one_thread
         # The collection of an earlier test's model would change the name of these weights.
         process_weights.begin_anew()
-        with contextlib.ExitStack() as closing:
-            weights = LocalWeights(0)
-            closing.callback(weights.close)
+        closing, weights = contextlib.ExitStack(), LocalWeights(0)
+        closing.callback(weights.close)
 
-            def make(settings: EngineConfig, *engine_ids: str, **options: Any) -> ConnectorTestBed:
-                options = {"tier": name, "skip_slow_loads": False, **tier_options, **options}
-                instances = []
-                for engine_id in engine_ids:
-                    config = msgspec.structs.replace(
-                        settings,
-                        connector="OffloadingConnector",
-                        options=options,
-                        engine_id=f"{engine_id} {secrets.token_hex(8)}",
-                    )
-                    instances.append(RecordedInstance(config, weights))
-                    closing.callback(instances[-1].close)
-                return ConnectorTestBed(
-                    instances[0],
-                    instances[-1],
-                    weights,
-                    folder=tmp_path,
-                    prefill_params=None,
-                    deadline_s=self.deadline_s,
+        def make(settings: EngineConfig, *engine_ids: str, **options: Any) -> ConnectorTestBed:
+            options = {"tier": name, "skip_slow_loads": False, **tier_options, **options}
+            instances = []
+            for engine_id in engine_ids:
+                config = msgspec.structs.replace(
+                    settings,
+                    connector="OffloadingConnector",
+                    options=options,
+                    engine_id=f"{engine_id} {secrets.token_hex(8)}",
                 )
+                instances.append(RecordedInstance(config, weights))
+                closing.callback(instances[-1].close)
+            return ConnectorTestBed(
+                instances[0],
+                instances[-1],
+                weights,
+                folder=tmp_path,
+                prefill_params=None,
+                deadline_s=self.deadline_s,
+            )
 
-            yield make
+        yield make
+        self.end_bounded(closing.close, "close() of instances that the tier serves")
 
     @pytest.fixture
     def bed(self, make_bed: MakeBed, served: EngineConfig) -> ConnectorTestBed:
@@ -317,15 +311,16 @@ class TierConformance(ConformanceKit):
         self, name: str, tier_options: dict[str, Any]
     ) -> Iterator[Callable[..., SpecHost]]:
         """Make hosts of the spec over the tier, which are closed with the test."""
-        with contextlib.ExitStack() as closing:
+        closing = contextlib.ExitStack()
 
-            def make(geometry: Geometry, **options: Any) -> SpecHost:
-                options = {"tier": name, **tier_options, **options}
-                made = SpecHost(OffloadingSpecFactory.create_spec, geometry, options)
-                closing.callback(made.close)
-                return made
+        def make(geometry: Geometry, **options: Any) -> SpecHost:
+            options = {"tier": name, **tier_options, **options}
+            made = SpecHost(OffloadingSpecFactory.create_spec, geometry, options)
+            closing.callback(made.close)
+            return made
 
-            yield make
+        yield make
+        self.end_bounded(closing.close, "close() of the spec over the tier")
 
     # -- one value
 
@@ -629,9 +624,15 @@ class TierConformance(ConformanceKit):
                 user.remove([own])
                 assert user.contains([own, shared]) == [False, True]
 
-        with concurrent.futures.ThreadPoolExecutor(NUM_THREADS) as pool:
-            for _ in pool.map(work, range(NUM_THREADS)):
-                pass
+        # The threads of an executor would keep a process, whose tier hangs, from its end.
+        calls = [
+            start_call(functools.partial(work, number), "wtransfer-kit")
+            for number in range(NUM_THREADS)
+        ]
+        for call in calls:
+            call.done.wait()
+        for call in calls:
+            call.outcome()
 
     @usually("values are kept by the object and not by the store that its options name")
     def test_objects_reach_one_store(self, open_tier: OpenTier, key_of: KeyOf) -> None:

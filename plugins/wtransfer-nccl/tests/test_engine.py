@@ -78,7 +78,7 @@ def test_each_missing_thing_is_named_alone(monkeypatch, missing, text):
     for name, answer in {**answers, missing: False}.items():
         monkeypatch.setattr(name, lambda answer=answer: answer)
     with pytest.raises(GroupError) as caught:
-        devices.require_nccl()
+        NCCLWeightTransferEngine.available()
     reasons = str(caught.value).split("; ")
     assert text in reasons[0]
     assert len(reasons) == 2, "that one, and what to do"

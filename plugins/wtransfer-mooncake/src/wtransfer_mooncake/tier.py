@@ -86,6 +86,15 @@ class MooncakeTier(Tier):
     example_options: ClassVar[Mapping[str, Any]] = {"master": "10.0.0.1:50051"}
     options_cls = MooncakeOptions
 
+    @staticmethod
+    def available() -> None:
+        """Raise unless the client can be loaded here, for ``wtransfer plugins show``.
+
+        Raises:
+            MooncakeError: A library is missing.
+        """
+        _store_cls()
+
     def __init__(self, options: MooncakeOptions) -> None:
         self._options = options
         self._changed = threading.Condition()
@@ -199,8 +208,8 @@ class MooncakeTier(Tier):
             raise _error(f"{what} failed at the Mooncake master {self._options.master}", code)
 
 
-def _connected(options: MooncakeOptions) -> Any:
-    """Return a client that is set up."""
+def _store_cls() -> Any:
+    """Return the class of the client, whose libraries may be missing."""
     try:
         from mooncake.store import MooncakeDistributedStore
     except ImportError as error:
@@ -209,6 +218,12 @@ def _connected(options: MooncakeOptions) -> Any:
             "mooncake-transfer-engine-non-cuda (or another build of it) and, on Debian, "
             "libibverbs1, libnl-3-200 and libnl-route-3-200"
         ) from error
+    return MooncakeDistributedStore
+
+
+def _connected(options: MooncakeOptions) -> Any:
+    """Return a client that is set up."""
+    store_cls = _store_cls()
     host, _, port = options.master.partition(":")
     try:
         # The client itself would try for longer, and reports no cause.
@@ -219,7 +234,7 @@ def _connected(options: MooncakeOptions) -> Any:
             f"no Mooncake master at {options.master}: {error}; start mooncake_master, or correct "
             "the option `master`"
         ) from error
-    store = MooncakeDistributedStore()
+    store = store_cls()
     # The port only makes the name unique. Without one, the client tries twenty in turn.
     settings = {
         "local_hostname": f"{options.local_hostname or own_host}:{own_port}",

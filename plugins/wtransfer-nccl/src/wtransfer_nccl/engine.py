@@ -51,6 +51,17 @@ class NCCLWeightTransferEngine(CollectiveWeightTransferEngine[NCCLWeightTransfer
     contract_version: ClassVar[str] = "1.0"
     devices: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
 
+    @staticmethod
+    def available() -> None:
+        """Raise unless NCCL can be used on this machine, for ``wtransfer plugins show``.
+
+        Raises:
+            GroupError: NCCL cannot be used; everything that is missing is named.
+        """
+        from wtransfer_nccl.devices import require_nccl
+
+        require_nccl()
+
     def __init__(self, config: HasBackend, parallel_config: ParallelConfig) -> None:
         super().__init__(config, parallel_config)
         self._info: NCCLWeightTransferInitInfo | None = None

@@ -1,0 +1,98 @@
+"""Hints of the kits: the error's before the test's."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+
+import pytest
+
+from wtransfer.errors import ConnectorOptionError, OffloadingOptionError
+from wtransfer.testing.kit import ConformanceKit, usually
+
+OWN = "the usual thing is wrong"
+
+
+def missing_module():
+    import no_such_library  # noqa: F401
+
+
+def other_thread():
+    connection = sqlite3.connect(":memory:")
+    errors = []
+
+    def use():
+        try:
+            connection.execute("select 1")
+        except sqlite3.ProgrammingError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    connection.close()
+    raise errors[0]
+
+
+def misspelt():
+    return "".stripp()
+
+
+def raising(error, cause=None):
+    def call():
+        raise error from cause
+
+    return call
+
+
+def hint_of(call):
+    class Kit(ConformanceKit):
+        @usually(OWN)
+        def run(self):
+            call()
+
+    with pytest.raises(AssertionError) as failed:
+        Kit().run()
+    _, usual, hint = str(failed.value).partition("Usually this means that ")
+    assert usual
+    return hint
+
+
+@pytest.mark.parametrize(
+    ("call", "hint"),
+    [
+        (missing_module, "a library is not installed here, or not under this name."),
+        (other_thread, "threads share a connection of sqlite: give each thread its own"),
+        (raising(OffloadingOptionError("x")), "the kit was not given the options"),
+        (raising(ConnectorOptionError("x")), "the kit was not given the options"),
+        (raising(ValueError("x"), OSError(28, "No space left on device")), "the store of this"),
+        (raising(OSError(24, "Too many open files")), "descriptors are opened for each call"),
+    ],
+)
+def test_hint_of_an_error_replaces_that_of_the_test(call, hint):
+    found = hint_of(call)
+    assert found.startswith(hint)
+    assert OWN not in found
+
+
+@pytest.mark.parametrize(
+    ("call", "hint"),
+    [
+        (misspelt, "the code itself has a mistake, at test_hints.py:"),
+        (
+            raising(ValueError("receive_weights raised NameError: name 'x' is not defined")),
+            "the backend's own code has this mistake",
+        ),
+        (raising(ConnectionRefusedError(111, "Connection refused")), "nothing listens at the"),
+        (raising(AssertionError("a call of the tier has not returned in 6 s")), "a call waits"),
+    ],
+)
+def test_hint_of_an_error_goes_before_that_of_the_test(call, hint):
+    found = hint_of(call)
+    assert found.startswith(hint)
+    assert found.endswith(f"; or that {OWN}.")
+
+
+@pytest.mark.parametrize("error", [AssertionError("x"), KeyError("x"), RuntimeError("x")])
+def test_any_other_error_has_the_hint_of_the_test(error):
+    assert hint_of(raising(error)) == f"{OWN}."
