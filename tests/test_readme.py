@@ -280,14 +280,16 @@ def test_every_block_of_python_is_run_or_marked_as_a_fragment():
     assert left == []
 
 
-@pytest.mark.parametrize("first", PARTS)
-def test_part_of_a_program_runs_as_printed(first, run_program):
-    (code,) = (code for _, code in blocks_of_python() if code.startswith(first))
-    before, after, end = PARTS[first]
-    # Begun after the first line, in which a publisher gets its address.
-    line, _, rest = code.partition("\n")
-    program = run_program(f"{before}\n{line}\n{after}\n{rest}\n{end}\n")
-    assert program.wait(60) == 0, program.err()
+def test_parts_of_programs_run_as_printed(run_program):
+    codes = []
+    for first, (before, after, end) in PARTS.items():
+        (code,) = (code for _, code in blocks_of_python() if code.startswith(first))
+        # Begun after the first line, in which a publisher gets its address.
+        line, _, rest = code.partition("\n")
+        codes.append(f"{before}\n{line}\n{after}\n{rest}\n{end}\n")
+    # Each by itself, in one process.
+    program = run_program(f"for code in {codes!r}:\n    exec(code, {{}})\nprint('all')\n")
+    assert (program.wait(60), program.out()) == (0, "all\n"), program.err()
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: str(path.relative_to(ROOT)))

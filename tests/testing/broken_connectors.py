@@ -511,7 +511,7 @@ class TestSendsFunctions(MemoryScheduler):
 @broken("test_metadata_is_not_changed_after_return")
 class TestChangesSentMetadata(MemoryScheduler):
     def build_connector_meta(self, scheduler_output):
-        self.metadata = super().build_connector_meta(scheduler_output)
+        self.sent = super().build_connector_meta(scheduler_output)
         return self.sent
 
     def update_connector_output(self, connector_output):
@@ -530,7 +530,7 @@ class TestClearsBoundMetadata(MemoryScheduler):
     """Relies on its metadata being unchanged after the step."""
 
     def build_connector_meta(self, scheduler_output):
-        self.metadata = super().build_connector_meta(scheduler_output)
+        self.sent = super().build_connector_meta(scheduler_output)
         self.under_way = {load.request_id for load in self.sent.loads}
         return self.sent
 
@@ -905,14 +905,16 @@ class TestHasBothSides(MemoryConnector):
         self.get_finished = lambda _=None: (None, None)
 
 
-@broken("test_cache_shape_is_optional[KVConnectorRole.WORKER]")
+@broken(
+    "test_cache_shape_is_optional[KVConnectorRole.WORKER]", says="has no attribute 'num_blocks'"
+)
 class TestRequiresCacheConfig(MemoryWorker):
     def __init__(self, config, kv_cache_config=None):
         super().__init__(config, kv_cache_config)
         self.num_blocks = kv_cache_config.num_blocks
 
 
-@broken("test_shutdown_before_use[KVConnectorRole.WORKER]")
+@broken("test_shutdown_before_use[KVConnectorRole.WORKER]", says="has no attribute 'folder'")
 class TestRequiresCachesAtShutdown(MemoryWorker):
     def register_kv_caches(self, kv_caches):
         super().register_kv_caches(kv_caches)
@@ -922,7 +924,7 @@ class TestRequiresCachesAtShutdown(MemoryWorker):
         self.folder.cleanup()
 
 
-@broken("test_shutdown_is_idempotent")
+@broken("test_shutdown_is_idempotent", says="has no attribute 'shelf'")
 class TestShutsDownOnce(MemoryScheduler):
     def shutdown(self):
         del self.shelf
