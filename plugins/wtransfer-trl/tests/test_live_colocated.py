@@ -108,7 +108,7 @@ def test_policy_that_was_lost_in_sleep_is_back_where_an_update_fails(
     assert versions_of(told) == [(1, 1, 0), (2, 1, 1), (3, 3, 0)]
     expected = [each.format(version) for version in (1, 1, 3) for each in ASLEEP]
     assert steps_of(told) == ["asleep at level 2", *expected]
-    assert answers(tmp_path, 1) == answers(tmp_path, 2) == fresh_answers(tmp_path, 1)
+    assert answers(tmp_path, 2) == answers(tmp_path, 1)
     assert answers(tmp_path, 3) == fresh_answers(tmp_path, 3)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
 from vllm import LLM
 from wtransfer.errors import WTransferError
 from wtransfer_vllm.clients import LLMClient
-from wtransfer_vllm.engine_core import EMPTY_LABEL
+from wtransfer_vllm.engine_core import EMPTY_LABEL, outcome_of
 from wtransfer_vllm.names import vllm_names
 from wtransfer_vllm.plugin import register_engines
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     import torch
 
     from wtransfer_trl.policy_sync import Announced
+
+logger = logging.getLogger(__name__)
 
 LOOK_S = 0.05
 
@@ -52,13 +55,28 @@ class PolicyLLM(LLM):
         self, metadata: Iterable[Announced], tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> None:
         """Publish one whole set, as `PolicySync.update`, while the weights have memory."""
-        # What was lost in sleep comes first: it is what a failed update goes back to.
-        end = time.monotonic() + self._deadline_s
-        while self._label() == EMPTY_LABEL and self._sync.brings_back and time.monotonic() < end:
-            with self._client.opened():
-                time.sleep(LOOK_S)
+        self._catch_up()
         with self._client.opened():
             self._sync.update(metadata, tensors)
+
+    def _catch_up(self) -> None:
+        """Commit what came between updates; wait for what was lost in sleep.
+
+        It is what a failed update goes back to, and no worker takes an update while one waits.
+        """
+        end = time.monotonic() + self._deadline_s
+        while True:
+            if any(worker["pending"] for worker in self.collective_rpc(outcome_of)):
+                try:
+                    self.start_weight_update()
+                    self.finish_weight_update()
+                except RuntimeError as error:
+                    logger.warning("a policy that waited was not loaded: %s", error)
+            is_lost = self._label() == EMPTY_LABEL and self._sync.version is not None
+            if not is_lost or time.monotonic() > end:
+                return
+            with self._client.opened():
+                time.sleep(LOOK_S)
 
     def _label(self) -> str:
         with self._client.lock:

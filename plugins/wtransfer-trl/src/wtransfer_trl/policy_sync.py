@@ -189,10 +189,9 @@ class PolicySync:
         return int(number) if number.isdecimal() else 0
 
     @property
-    def brings_back(self) -> bool:
-        """True if vLLM has lost its weights, and the publisher sends them again."""
-        states = [worker.state for worker in self._publisher.workers()]
-        return self._publisher.version is not None and "pending" not in states
+    def version(self) -> str | None:
+        """Label of the set that the publisher brings to workers that are behind."""
+        return self._publisher.version
 
     def close(self) -> None:
         """Let vLLM leave."""

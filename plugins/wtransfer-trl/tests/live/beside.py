@@ -139,11 +139,12 @@ def colocate(asked):
         def update(self, metadata, tensors):
             self.num_updates += 1
             say("update")
-            if self.num_updates == asked.get("broken"):
-                Breaking.break_loader(self.worker, 7)
             policy = {}
 
             def kept():
+                # The policy before is loaded by now, where it was lost in sleep.
+                if self.num_updates == asked.get("broken"):
+                    Breaking.break_loader(self.worker, 7)
                 for name, tensor in tensors:
                     policy[name] = tensor.bfloat16().clone()
                     yield name, tensor
