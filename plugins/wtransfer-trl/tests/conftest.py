@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 VLLM_TESTS = Path(__file__).parents[2] / "wtransfer-vllm" / "tests"
-sys.path[:0] = [str(Path(__file__).parent), str(VLLM_TESTS), str(VLLM_TESTS / "live")]
+HERE = Path(__file__).parent
+sys.path[:0] = map(str, (HERE, HERE / "live", VLLM_TESTS, VLLM_TESTS / "live"))
 
 NEEDED = ("wtransfer_trl", "trl", "vllm", "peft", "datasets")
 collect_ignore_glob = [] if all(map(importlib.util.find_spec, NEEDED)) else ["test_*.py"]
@@ -30,11 +31,13 @@ def pytest_configure(config):
 @pytest.fixture
 def restored(monkeypatch):
     """Let `install` last for one test."""
+    from trl.generation import vllm_generation
     from trl.generation.vllm_client import VLLMClient
 
-    for name, method in vars(VLLMClient).items():
-        if callable(method):
-            monkeypatch.setattr(VLLMClient, name, method)
+    replaced = [(VLLMClient, name) for name, each in vars(VLLMClient).items() if callable(each)]
+    replaced += [(vllm_generation, "LLM"), (vllm_generation.VLLMGeneration, "sync_weights")]
+    for owner, name in replaced:
+        monkeypatch.setattr(owner, name, getattr(owner, name))
 
 
 @pytest.fixture(scope="session")
@@ -52,6 +55,13 @@ def models(tmp_path_factory):
 def guide():
     """The package's README."""
     return (Path(__file__).parents[1] / "README.md").read_text("utf-8")
+
+
+@pytest.fixture(scope="session")
+def script(guide):
+    """The script of the guide."""
+    (code,) = re.findall(r"```python\n(# train\.py\n.*?)```", guide, re.DOTALL)
+    return code
 
 
 @pytest.fixture(scope="session")

@@ -1,24 +1,12 @@
 """The script of the guide against the server of the guide, word for word, with faults beside it."""
 
-import json
 import re
 import statistics
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from server import environment
+from training import Training, rows_of, versions_of
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
-
-BESIDE = Path(__file__).with_name("live") / "beside.py"
-
-
-@pytest.fixture(scope="session")
-def script(guide):
-    (code,) = re.findall(r"```python\n(# train\.py\n.*?)```", guide, re.DOTALL)
-    return code
 
 
 @pytest.fixture
@@ -26,64 +14,10 @@ def train(script, server, models, token, tmp_path):
     """Maker of a training, by a script that is the guide's where no other is given."""
 
     def begin(num_steps, script=script, **beside):
-        path = tmp_path / "train.py"
-        path.write_text(script, "utf-8")
-        command = [str(path), str(models / "A"), server.url, str(num_steps)]
-        if beside:
-            command = [str(BESIDE), json.dumps(beside), *command]
-        return Training(tmp_path, command, environment() | token)
+        arguments = [str(models / "A"), server.url, str(num_steps)]
+        return Training(tmp_path, script, arguments, token, beside)
 
     return begin
-
-
-class Training:
-    """A script that trains, in a process of its own."""
-
-    def __init__(self, folder, command, env):
-        self.log = folder / "train.log"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, *command],
-                cwd=folder,
-                env=env,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.kill()
-        self.process.communicate()
-
-    def wait_for(self, line):
-        for each in self.process.stdout:
-            if each == f"{line}\n":
-                return
-        raise AssertionError(self.log.read_text()[-3000:])
-
-    def go_on(self):
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-
-    def end(self, *, status=0):
-        """Return what it has told since, and what it has logged."""
-        told, _ = self.process.communicate(timeout=300)
-        logged = self.log.read_text()
-        assert self.process.returncode == status, logged[-3000:]
-        return told, logged
-
-
-def rows_of(told):
-    found = re.findall(r"^step (\d+) reward (\S+) version (\d+) stale (\d+)$", told, re.MULTILINE)
-    return [(int(step), float(reward), int(v), int(stale)) for step, reward, v, stale in found]
-
-
-def versions_of(told):
-    return [(step, version, stale) for step, _, version, stale in rows_of(told)]
 
 
 def test_every_step_publishes_its_policy(train, server):

@@ -394,15 +394,22 @@ def adapted():
     return model
 
 
-def generation_of(model, client):
+def generation_of(model, client, mode="server"):
     """TRL's `VLLMGeneration`, as far as its `sync_weights` reads it."""
     generation = VLLMGeneration.__new__(VLLMGeneration)
-    generation.model, generation.vllm_client, generation.mode = model, client, "server"
+    generation.model, generation.vllm_client, generation.mode = model, client, mode
+    generation.enable_sleep_mode = False
+    generation.llm = SimpleNamespace(update=client.communicator.update)
     generation.accelerator = SimpleNamespace(is_main_process=True)
     generation._dist = SimpleNamespace(gather_params=lambda _: contextlib.nullcontext())
     generation._dist.is_fsdp = False
     generation._weight_metadata = None
     return generation.sync_weights
+
+
+def colocated_generation_of(model, client):
+    """The same, updating as an engine of its process does, by a sync that a server has here."""
+    return generation_of(model, client, "colocate")
 
 
 def online_dpo_of(model, client):
@@ -435,6 +442,7 @@ def merged_and_unmerged(model, num_passes):
     ("update_of", "num_passes"),
     [
         (generation_of, 2),  # one pass for metadata, and one for the tensors
+        (colocated_generation_of, 2),
         (online_dpo_of, 1),
     ],
 )

@@ -19,10 +19,13 @@ from wtransfer.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from wtransfer.engines.interface import WeightSyncClient
 
 logger = logging.getLogger(__name__)
 
+LABEL = "trl-"
 RETRY_S = 0.5
 DEADLINE_S = 30.0
 """The deadline of a `wtransfer.Publisher` that is given no other, in seconds."""
@@ -51,11 +54,13 @@ def last_numbers() -> dict[str, float]:
 
 
 class PolicySync:
-    """Publishes a policy to one server.
+    """Publishes a policy to one vLLM.
 
     Args:
-        url: The server's.
+        host: URL of a server, or a client of an engine.
         on_error: ``"raise"``, or ``"keep"`` to log a failed update and go on.
+        held: Returns the label of the weights that vLLM holds; None: those of the last update that
+            succeeded.
         return_s: Longest wait for a server that does not answer, in seconds.
         **publisher: Arguments of `wtransfer.Publisher`.
 
@@ -63,10 +68,20 @@ class PolicySync:
         WTransferError: The server did not join.
     """
 
-    def __init__(self, url: str, *, on_error: OnError, return_s: float, **publisher: Any) -> None:
+    def __init__(
+        self,
+        host: str | WeightSyncClient,
+        *,
+        on_error: OnError,
+        return_s: float,
+        held: Callable[[], str] | None = None,
+        **publisher: Any,
+    ) -> None:
+        self._called = "the server" if isinstance(host, str) else "the engine"
         self._on_error = on_error
         self._return_s = return_s
-        self._num_updates = self._num_failed = 0
+        self._held = held
+        self._num_updates = 0
         self._of_last = {"wtransfer/version": 0, "wtransfer/seconds": 0.0, "wtransfer/bytes": 0}
         """Numbers of the last update that succeeded."""
         self._collected: list[tuple[str, torch.Tensor]] | None = None
@@ -74,7 +89,7 @@ class PolicySync:
         self._stream = StreamSource(publisher.get("deadline_s", DEADLINE_S))
         # No progress by default: the trainer has bars of its own.
         publisher = {"progress": False, **publisher}
-        self._publisher = Publisher(self._stream, hosts=[url], **publisher)
+        self._publisher = Publisher(self._stream, hosts=[host], **publisher)
 
     @contextlib.contextmanager
     def collect(self) -> Iterator[None]:
@@ -138,30 +153,48 @@ class PolicySync:
         try:
             with self._stream.round(announced, stream):
                 self._invite()
-                report = self._publisher.publish(f"trl-{self._num_updates}").raise_unless_ok()
+                report = self._publisher.publish(f"{LABEL}{self._num_updates}").raise_unless_ok()
         except WTransferError as error:
-            self._num_failed += 1
             if self._on_error == "raise" or not stream.ended:
                 raise
             logger.error(  # noqa: TRY400  # the error names the cause; training goes on
-                "update trl-%d failed, the server %s, %d update(s) behind: %s",
+                "update trl-%d failed, %s %s, %d update(s) behind: %s",
                 self._num_updates,
+                self._called,
                 _state_after(error),
-                self._num_failed,
+                self._num_updates - self._version(),
                 error,
             )
         else:
-            self._num_failed = 0
             self._of_last = {
                 "wtransfer/version": self._num_updates,
                 "wtransfer/seconds": report.seconds["total"],
                 "wtransfer/bytes": report.nbytes,
             }
         finally:
-            _numbers.update(self._of_last, **{"wtransfer/stale_steps": self._num_failed})
+            version = self._version()
+            _numbers.update(
+                self._of_last
+                | {
+                    "wtransfer/version": version,
+                    "wtransfer/stale_steps": self._num_updates - version,
+                }
+            )
+
+    def _version(self) -> int:
+        """Return the number of the update that vLLM holds; 0: of none."""
+        if self._held is None:
+            return int(self._of_last["wtransfer/version"])
+        number = self._held().removeprefix(LABEL)
+        return int(number) if number.isdecimal() else 0
+
+    @property
+    def version(self) -> str | None:
+        """Label of the set that the publisher brings to workers that are behind."""
+        return self._publisher.version
 
     def close(self) -> None:
-        """Let the server leave."""
+        """Let vLLM leave."""
         self._publisher.close()
 
     def _invite(self) -> None:

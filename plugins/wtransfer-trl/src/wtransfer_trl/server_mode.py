@@ -5,63 +5,26 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-import trl
-from packaging.specifiers import SpecifierSet
+from trl.generation.vllm_client import VLLMClient
 from wtransfer.errors import WTransferError
 
-from wtransfer_trl.policy_sync import PolicySync, check_on_error
+from wtransfer_trl.policy_sync import PolicySync
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
 
     import torch
 
-    from wtransfer_trl.policy_sync import Announced, OnError
-
-TRL_RANGE = ">=1.16,<1.17"
+    from wtransfer_trl.policy_sync import Announced
 
 
-def install(
-    engine: str = "shm",
-    *,
-    options: Mapping[str, Any] | None = None,
-    on_error: OnError = "raise",
-    return_s: float = 120.0,
-    **publisher: Any,
-) -> None:
-    """Have every ``VLLMClient`` of TRL in this process publish by wtransfer.
-
-    For trainers with ``vllm_mode="server"``, before they are made. A second call replaces the
-    arguments of the first, for clients that connect from then on.
+def replace(**arguments: Any) -> None:
+    """Replace the methods by which TRL's ``VLLMClient`` updates weights.
 
     Args:
-        engine: Name of the engine: ``backend`` of the server's ``--weight-transfer-config``.
-        options: Options of the engine.
-        on_error: ``"raise"``: a failed update raises in the trainer's thread. ``"keep"``: it is
-            logged and counted (`Metrics`), and training goes on with the policy that is served.
-        return_s: Longest wait of an update for a server that was restarted, in seconds.
-        **publisher: Further arguments of `wtransfer.Publisher`: ``token``, ``deadline_s``...
-
-    Raises:
-        ValueError: `on_error` is neither.
-        ImportError: TRL is of another version than those whose client is known.
+        **arguments: Of a client's `PolicySync`.
     """
-    check_on_error(on_error)
-    if not SpecifierSet(TRL_RANGE).contains(trl.__version__, prereleases=True):
-        raise ImportError(
-            f"wtransfer-trl replaces methods of TRL {TRL_RANGE}, and this is TRL "
-            f'{trl.__version__}: pip install "trl{TRL_RANGE}"'
-        )
-    from trl.generation.vllm_client import VLLMClient
-
-    methods = _methods(
-        engine=engine,
-        options=dict(options or {}),
-        on_error=on_error,
-        return_s=return_s,
-        **publisher,
-    )
-    for name, method in methods.items():
+    for name, method in _methods(**arguments).items():
         setattr(VLLMClient, name, method)
 
 

@@ -4,8 +4,14 @@ python beside.py '{"spoilt": 8, ...}' SCRIPT ARGUMENT...
 
 on_error: argument of ``install``.
 spoilt: number of an update of which one bit is another than its digest says.
+broken: number of an update that the engine fails to load.
 hold: number of a generation after which a line of standard input is waited for, and told.
 lora: train an adapter, and tell after each update whether it was unmerged.
+colocated: of a vLLM in the script's process tell what is called, keep the policy of each update,
+    as the folder ``policy-NUMBER``, and after each generation what it answers to a test's prompts,
+    as ``answers-NUMBER.json``.
+    Where TRL lets it sleep, that goes as far as on a CPU: TRL's part, vLLM's scheduler and executor
+    are real, and the memory is overwritten here.
 """
 
 from __future__ import annotations
@@ -14,15 +20,22 @@ import copy
 import functools
 import json
 import runpy
+import shutil
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import trl
 from peft import LoraConfig
+from safetensors.torch import save_file
 from trl.generation.vllm_client import VLLMClient
 from wtransfer.engines.shm import ShmTrainerEngine
 
 import wtransfer_trl
+from wtransfer_trl.policy_sync import PolicySync
+
+sys.path.append(str(Path(__file__).parents[3] / "wtransfer-vllm" / "tests" / "live"))
 
 
 class SpoilingSource:
@@ -62,16 +75,16 @@ class Adapted(trl.GRPOTrainer):
 
     def __init__(self, *args, **more):
         super().__init__(*args, peft_config=LoraConfig(r=4, init_lora_weights=False), **more)
-        update = VLLMClient.update_named_params
+        update = PolicySync.update
 
-        def checked(client, metadata, tensors):
+        def checked(sync, metadata, tensors):
             # As it is after one merge and unmerge: no base weight is what it was before.
             expected = copy.deepcopy(self.model)
             expected.merge_adapter()
             expected.unmerge_adapter()
             expected = dict(expected.named_parameters())
             try:
-                update(client, metadata, tensors)
+                update(sync, metadata, tensors)
             finally:
                 found = dict(self.model.named_parameters())
                 say(
@@ -80,7 +93,7 @@ class Adapted(trl.GRPOTrainer):
                     and all(torch.equal(each, expected[name]) for name, each in found.items()),
                 )
 
-        VLLMClient.update_named_params = checked
+        PolicySync.update = checked
 
 
 def hold_after(number):
@@ -104,6 +117,65 @@ def hold_after(number):
     VLLMClient.generate, VLLMClient.update_named_params = counting, telling
 
 
+def colocate(asked):
+    """Have TRL make an engine that tells what is done with it."""
+    # They import vLLM, which a trainer with a server need not have.
+    from breaking import Breaking
+    from engines import PROMPTS
+    from host import Host
+
+    from wtransfer_trl import policy_llm
+
+    class Told(policy_llm.PolicyLLM):
+        def __init__(self, sync, *, enable_sleep_mode, **arguments):
+            self.folder = arguments["model"]
+            self.num_updates = self.num_generated = 0
+            super().__init__(sync, **arguments)
+
+        @property
+        def worker(self):
+            return self.llm_engine.model_executor.driver_worker.worker
+
+        def update(self, metadata, tensors):
+            self.num_updates += 1
+            say("update")
+            policy = {}
+
+            def kept():
+                # The policy before is loaded by now, where it was lost in sleep.
+                if self.num_updates == asked.get("broken"):
+                    Breaking.break_loader(self.worker, 7)
+                for name, tensor in tensors:
+                    policy[name] = tensor.bfloat16().clone()
+                    yield name, tensor
+
+            try:
+                super().update(metadata, kept())
+            finally:
+                folder = Path(f"policy-{self.num_updates}")
+                shutil.copytree(self.folder, folder)
+                save_file(policy, folder / "model.safetensors", {"format": "pt"})
+
+        def generate(self, *args, **more):
+            done = super().generate(*args, **more)
+            self.num_generated += 1
+            say("generated under", self.get_weight_version())
+            answers = Host.answer(SimpleNamespace(llm=super()), PROMPTS)
+            Path(f"answers-{self.num_generated}.json").write_text(json.dumps(answers), "utf-8")
+            return done
+
+        def sleep(self, level):
+            super().sleep(level)
+            Breaking.let_memory_go(self.worker)
+            say("asleep at level", level)
+
+        def wake_up(self, tags):
+            say("wake", *tags)
+            return super().wake_up(tags)
+
+    policy_llm.PolicyLLM = Told
+
+
 def say(*what):
     print(*what, flush=True)  # noqa: T201  # its standard output is what tests read
 
@@ -122,6 +194,8 @@ def main(order, script, *arguments):
             hold_after(asked["hold"])
 
     wtransfer_trl.install = functools.wraps(install)(installed)
+    if "colocated" in asked:
+        colocate(asked)
     if asked.get("lora"):
         trl.GRPOTrainer = Adapted
     sys.argv[:] = [script, *arguments]
