@@ -71,28 +71,6 @@ def test_a_checkpoint_is_pushed_from_the_command_line(server, models, fresh):
         assert server.tokens(PROMPTS) == fresh[name]
 
 
-def test_status_of_a_server_is_its_label_and_its_publisher_knows_the_rest(server, weights):
-    def status(*place):
-        command = [sys.executable, "-m", "wtransfer", "status", *place]
-        done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
-        return done.returncode, json.loads(done.stdout)
-
-    with wtransfer.Publisher(dict(weights["B"]), hosts=[server.url], deadline_s=10) as publisher:
-        report = publisher.publish("b")
-        code, told = status("--to", server.url)
-        assert (code, told["workers"][0]["version"]) == (0, "b")
-        code, told = status("--join", publisher.address, "--to", server.url)
-        assert (code, told["unreachable"]) == (0, {})
-        own, joined = told["workers"]
-        assert (own["host"], own["fingerprint"], own["state"]) == (server.url, None, None)
-        assert (joined["host"], joined["state"]) == (server.url, "serving")
-        assert joined["fingerprint"] == told["fingerprint"] == report.fingerprint
-        ready = ["--join", publisher.address, "--ready", report.fingerprint]
-        assert status(*ready)[0] == 0
-        publisher.publish("c", dry_run=True)
-        assert status(*ready)[0] == 0
-
-
 def test_the_server_streams_while_a_transfer_takes_its_time(server, weights, record_property):
     source = HalfwaySource(weights["B"])
     with wtransfer.Publisher(source, hosts=[server.url], deadline_s=10) as publisher:
