@@ -42,6 +42,8 @@ from wtransfer_sglang.target import SglangTarget, checkpoint_folder
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from wtransfer_sglang.storage import TierStorage
+
 logger = logging.getLogger(__name__)
 
 LISTEN_VARIABLE = "WTRANSFER_LISTEN"
@@ -117,6 +119,34 @@ def replace_weights(verb: str, call: Callable[..., Any], updater: Any, recv_req:
         return call(updater, recv_req)
     with _bridge.replacing(verb, recv_req):
         return call(updater, recv_req)
+
+
+def heed_storage_end(_result: None, controller: Any, *_args: object, **_options: object) -> None:
+    """Let calls of a tier's storage end soon when SGLang ends the threads that make them."""
+    if (storage := _storage_of(controller)) is not None:
+        storage.heed(controller.storage_stop_event)
+
+
+def begin_step(scheduler: Any, batch: Any, *_args: object, **_options: object) -> None:
+    """Note that the model is given a step, for loads from a tier have to pay beside it."""
+    if (storage := _storage_of(_controller_of(scheduler))) is not None:
+        storage.begin_step(batch)
+
+
+def end_step(_result: None, scheduler: Any, *_args: object, **_options: object) -> None:
+    """Note that the result of a step is there."""
+    if (storage := _storage_of(_controller_of(scheduler))) is not None:
+        storage.end_step()
+
+
+def _controller_of(scheduler: Any) -> Any:
+    return getattr(scheduler.tree_cache, "cache_controller", None)
+
+
+def _storage_of(controller: Any) -> TierStorage | None:
+    storage = getattr(controller, "storage_backend", None)
+    # Another storage needs none of this.
+    return storage if hasattr(storage, "heed") else None
 
 
 class Bridge:

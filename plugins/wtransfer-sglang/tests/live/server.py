@@ -132,7 +132,7 @@ class Server:
         """Have the scheduler stand still once it has as many requests, until the next commit."""
         self.forget("holding")
         self.tell("hold", json.dumps(wanted))
-        self._wait_for("holding")
+        self.wait_for("holding")
 
     def wait_for_requests(self, number):
         """Wait until as many requests run."""
@@ -146,10 +146,11 @@ class Server:
         """Ask while the scheduler stands still; return when it could take the request."""
         self.forget("arrived")
         begun = self.begin(*args, **kwargs)
-        self._wait_for("arrived")
+        self.wait_for("arrived")
         return begun
 
-    def _wait_for(self, name):
+    def wait_for(self, name):
+        """Wait until the witness has written a file."""
         end = time.monotonic() + ANSWER_S
         while not (self.folder / name).exists():
             assert time.monotonic() < end
