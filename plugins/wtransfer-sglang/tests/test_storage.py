@@ -9,7 +9,7 @@ from types import SimpleNamespace as Bag
 import pytest
 import torch
 from wtransfer.errors import OffloadingOptionError, UnknownBackendError
-from wtransfer.specs import payoff
+from wtransfer.specs import payoff, tier_manager
 from wtransfer.specs.factory import OffloadingSpecFactory
 from wtransfer.testing.fakes import MemoryTier
 
@@ -158,7 +158,9 @@ def test_pages_that_all_ranks_have_alike_are_found_by_each(opened):
     assert opened(is_mla_model=True, tp_size=2, tp_rank=1).batch_exists(KEYS) == 3
 
 
-def test_damaged_page_is_a_miss_until_it_is_stored_anew(opened):
+def test_damaged_page_is_a_miss_until_it_is_stored_anew(opened, monkeypatch):
+    # Not for a while alone.
+    monkeypatch.setattr(tier_manager, "FAILED_S", 3600.0)
     source, target = Pool(), Pool(seed=1)
     first, second = opened(source), opened(target)
     stored(opened, first)
@@ -199,8 +201,10 @@ def test_load_that_takes_too_long_fails_and_writes_nothing_later(opened):
 
 
 def test_calls_end_soon_when_sglang_ends_its_threads(opened):
-    of = opened(extra={"deadline_s": 3600})
+    target = Pool(seed=1)
+    of = opened(target, extra={"deadline_s": 3600})
     stored(opened, of)
+    former, num_ended = target.kv_buffer.clone(), held_tier.num_ended["get"]
     controller = Bag(storage_backend=of, storage_stop_event=threading.Event())
     bridge.heed_storage_end(None, controller)
     held_tier.held.add("get")
@@ -219,6 +223,9 @@ def test_calls_end_soon_when_sglang_ends_its_threads(opened):
     controller.storage_stop_event.clear()
     held_tier.gate.set()
     assert of.batch_exists(KEYS) == 3, "the pages are not taken for damaged"
+    until(lambda: held_tier.num_ended["get"] > num_ended)
+    of.close()
+    assert torch.equal(target.kv_buffer, former), "SGLang has given the page to another block"
 
 
 def test_store_does_not_wait_for_the_tier(opened):
