@@ -53,6 +53,11 @@ USED = (
 )
 """Further names of SGLang without which there is no fence."""
 
+_EFFECT = (
+    "it serves, takes no updates, and its KV cache is not named by weights. Install "
+    f"sglang=={RELEASES[-1]}, or a wtransfer-sglang that has run with this release"
+)
+
 is_registered = False
 """True once the hooks are registered in this process."""
 
@@ -75,7 +80,7 @@ def register() -> None:
     if sglang.__version__ not in RELEASES:
         raise UnknownSglangError(
             f"wtransfer-sglang has run with SGLang {', '.join(RELEASES)}, and this is "
-            f"{sglang.__version__}: it takes no updates, and its KV cache is not named by weights"
+            f"{sglang.__version__}: {_EFFECT}"
         )
     around = {
         f"{UPDATER}.{verb}": functools.partial(bridge.replace_weights, verb)
@@ -101,8 +106,7 @@ def check_names(names: list[str]) -> None:
     missing = next((name for name in names if not _exists(name)), None)
     if missing is not None:
         raise UnknownSglangError(
-            f"this SGLang has no {missing}, which wtransfer-sglang hooks: it takes no updates, "
-            "and its KV cache is not named by weights"
+            f"this SGLang has no {missing}, which wtransfer-sglang hooks: {_EFFECT}"
         )
 
 
