@@ -86,6 +86,14 @@ class Server:
             time.sleep(0.1)
         return self
 
+    def ended(self):
+        """Return whether SGLang has ended."""
+        return self._process.poll() is not None
+
+    def signal_rank(self, rank, number):
+        """Send a signal to the process of a rank."""
+        os.kill(int((self.folder / f"pid-{rank}").read_text()), number)
+
     def close(self):
         """End its processes, those that SGLang has started as well."""
         with contextlib.suppress(ProcessLookupError):
@@ -93,11 +101,11 @@ class Server:
         self._process.wait()
         self._pool.shutdown()
 
-    def post(self, path, body):
+    def post(self, path, body, wait_s=ANSWER_S):
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+        with urllib.request.urlopen(request, timeout=wait_s) as answer:
             return json.loads(answer.read() or b"null")
 
     def weight_info(self):
@@ -106,10 +114,11 @@ class Server:
 
         return HttpClient(self.address, TOKEN).weight_info()
 
-    def ask(self, prompt, num_tokens=8, **more):
+    def ask(self, prompt, num_tokens=8, wait_s=ANSWER_S, **more):
         """Return the answer to a prompt of token ids: tokens, versions and cached tokens."""
         sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
-        found = self.post("/generate", {"input_ids": prompt, "sampling_params": sampling, **more})
+        body = {"input_ids": prompt, "sampling_params": sampling, **more}
+        found = self.post("/generate", body, wait_s)
         return Answer(prompt, found)
 
     def begin(self, *args, **kwargs):
