@@ -156,8 +156,7 @@ class Bridge:
         scheduler: SGLang's, complete.
 
     Raises:
-        WTransferError: The environment asks for an address that cannot be used.
-        ValueError: A variable of the environment is not valid.
+        ValueError: A variable of the environment is not valid, or its address cannot be used.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -233,11 +232,13 @@ class Bridge:
             return
         session.on_join = lambda *args: self._orders.give(Join, *args)
         session.on_leave = lambda address: self._orders.give(Leave, address)
-        if join:
-            session.join(join)
-        if listen:
-            self._server = WorkerServer(session, listen=listen)
-            logger.info("publishers invite this server at %s", self._server.url)
+        with _told_of(JOIN_VARIABLE):
+            if join:
+                session.join(join)
+        with _told_of(LISTEN_VARIABLE):
+            if listen:
+                self._server = WorkerServer(session, listen=listen)
+                logger.info("publishers invite this server at %s", self._server.url)
 
     # -- names
 
@@ -419,6 +420,15 @@ class Bridge:
         if self.session is not None:
             self.session.weights_lost(f"SGLang's {verb} was called")
         process_weights.weights_replaced(model)
+
+
+@contextlib.contextmanager
+def _told_of(variable: str) -> Iterator[None]:
+    """Name the variable of the environment that has an address which cannot be used."""
+    try:
+        yield
+    except WTransferError as error:
+        raise ValueError(f"{variable}={os.environ.get(variable)!r}: {error}") from error
 
 
 class _RankSession(WorkerSession):
