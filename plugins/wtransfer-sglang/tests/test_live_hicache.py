@@ -1,23 +1,24 @@
 """Blocks in the lower levels of SGLang's cache belong to the weights that computed them."""
 
 import json
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from publishers import publishing, pushed
 from server import PROMPT, Server
 from tiny_models import wrong_tokens
 
-pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(1200)]
 
 PAGE = 4
 LONG = [*PROMPT, *PROMPT[::-1], *PROMPT]
+NUM_PAGES = (len(LONG) - 1) // PAGE
 OPTIONS = {
     "enable-hierarchical-cache": True,
     "hicache-ratio": "2",
-    "hicache-storage-backend": "file",
     "hicache-storage-prefetch-policy": "wait_complete",
-    "hicache-storage-backend-extra-config": json.dumps({"prefetch_threshold": PAGE}),
     "hicache-write-policy": "write_through",
     "hicache-mem-layout": "layer_first",
     "hicache-io-backend": "direct",
@@ -26,6 +27,76 @@ OPTIONS = {
     # SGLang's storage tells models apart by their names: these have one.
     "served-model-name": "a-model",
 }
+TIER = {
+    "backend_name": "wtransfer",
+    "module_path": "wtransfer_sglang.storage",
+    "class_name": "TierStorage",
+}
+
+
+class OwnFiles:
+    """SGLang's own storage in files."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        folder.mkdir()
+        self.backend, self.extra = "file", {}
+        self.env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder)}
+
+    def num_pages(self):
+        return len(list(self.folder.iterdir()))
+
+    def close(self):
+        pass
+
+
+class FileTier:
+    """The tier `file`."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.backend, self.env = "dynamic", {}
+        self.extra = {**TIER, "tier": "file", "shared_storage_path": str(folder)}
+
+    def files(self):
+        return [each for each in self.folder.rglob("*") if each.is_file()]
+
+    def num_pages(self):
+        return len(self.files())
+
+    def close(self):
+        pass
+
+
+class HeldFiles(FileTier):
+    """The tier `file` with loads that a test holds, and that take as long as they take."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.extra |= {"tier": "held-files", "deadline_s": 3600}
+
+
+class ValkeyTier:
+    """The tier `valkey`, over a server in a process of its own."""
+
+    def __init__(self, _folder):
+        tests = Path(__file__).resolve().parents[2] / "wtransfer-valkey" / "tests"
+        sys.path.append(str(tests))
+        import valkey_server
+
+        self._server = valkey_server.Server()
+        self.backend, self.env = "dynamic", {}
+        self.extra = {**TIER, "tier": "valkey", "url": self._server.url}
+
+    def num_pages(self):
+        return self._server.run("DBSIZE")
+
+    def close(self):
+        self._server.close()
+
+
+in_each = pytest.mark.parametrize("storage", [OwnFiles, FileTier, ValkeyTier], indirect=True)
+in_files = pytest.mark.parametrize("storage", [FileTier], indirect=True)
 
 
 @pytest.fixture
@@ -34,51 +105,89 @@ def folders(models):
 
 
 @pytest.fixture
-def start(models, tmp_path):
+def storage(request, tmp_path):
+    made = request.param(tmp_path / "storage")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def start(models, storage, tmp_path):
     """Maker of servers over one storage."""
     started = []
-    storage = tmp_path / "storage"
-    storage.mkdir()
 
     def start(name):
-        env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(storage)}
+        extra = {"prefetch_threshold": PAGE, **storage.extra}
+        options = {
+            **OPTIONS,
+            "hicache-storage-backend": storage.backend,
+            "hicache-storage-backend-extra-config": json.dumps(extra),
+        }
         folder = tmp_path / f"server-{len(started)}"
-        started.append(Server(folder, models / f"llama-{name}", OPTIONS, env))
+        started.append(Server(folder, models / f"llama-{name}", options, storage.env))
         return started[-1].ready()
 
-    start.storage = storage
     yield start
     for server in started:
         server.close()
 
 
-def kept(start, at_least):
+def kept(storage, at_least):
     """Wait until the storage has as many pages."""
     end = time.monotonic() + 60
-    while len(list(start.storage.iterdir())) < at_least:
+    while storage.num_pages() < at_least:
         assert time.monotonic() < end
         time.sleep(0.05)
 
 
-def test_storage_is_shared_by_equal_weights_only(start, folders):
+@in_files
+def test_tier_keeps_blocks_by_their_weights_and_a_damaged_one_is_a_miss(start, storage, folders):
     server = start("A")
     first = server.ask(LONG)
     assert wrong_tokens(folders, first) == []
-    num_pages = (len(LONG) - 1) // PAGE
-    kept(start, num_pages)
+    kept(storage, NUM_PAGES)
+    of_first = storage.files()
     pushed(folders["B"], server, "B")
     other = server.ask(LONG)
     assert other.num_cached == 0
     assert wrong_tokens(folders, other) == []
     pushed(folders["A"], server, "A")
     again = server.ask(LONG)
-    assert again.num_cached == num_pages * PAGE
+    assert again.num_cached == NUM_PAGES * PAGE
+    assert again.tokens == first.tokens
+
+    for file in of_first:
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    for name in "BA":
+        pushed(folders[name], server, name)
+    damaged = server.ask(LONG)
+    assert damaged.num_cached == 0
+    assert damaged.tokens == first.tokens
+    assert "blocks refused (checksum)" in server.log.read_text()
+
+
+@pytest.mark.nightly
+@in_each
+def test_storage_is_shared_by_equal_weights_only(start, storage, folders):
+    server = start("A")
+    first = server.ask(LONG)
+    assert wrong_tokens(folders, first) == []
+    kept(storage, NUM_PAGES)
+    pushed(folders["B"], server, "B")
+    other = server.ask(LONG)
+    assert other.num_cached == 0
+    assert wrong_tokens(folders, other) == []
+    pushed(folders["A"], server, "A")
+    again = server.ask(LONG)
+    assert again.num_cached == NUM_PAGES * PAGE
     assert again.tokens == first.tokens
     server.close()
 
     restarted = start("A")
     received = restarted.ask(LONG)
-    assert received.num_cached == num_pages * PAGE
+    assert received.num_cached == NUM_PAGES * PAGE
     assert received.tokens == first.tokens
     restarted.close()
 
@@ -86,17 +195,19 @@ def test_storage_is_shared_by_equal_weights_only(start, folders):
     found = of_b.ask(LONG)
     assert wrong_tokens({"default": folders["B"]}, found) == []
     assert found.tokens == other.tokens
-    assert found.num_cached == num_pages * PAGE, "what was received as B, and kept"
+    assert found.num_cached == NUM_PAGES * PAGE, "what was received as B, and kept"
 
 
+@pytest.mark.nightly
+@in_each
 def test_requests_that_wait_and_prefetch_at_a_commit_take_and_keep_blocks_of_the_new(
-    start, folders
+    start, storage, folders
 ):
     server = start("A")
     stored = [[number, *LONG] for number in range(3)]
     for prompt in stored:
         server.ask(prompt)
-    kept(start, len(stored) * (len(LONG) // PAGE))
+    kept(storage, len(stored) * (len(LONG) // PAGE))
     # Blocks of A, by storage alone.
     pushed(folders["B"], server, "B")
     pushed(folders["A"], server, "A")
@@ -117,3 +228,26 @@ def test_requests_that_wait_and_prefetch_at_a_commit_take_and_keep_blocks_of_the
         back = server.ask(prompt)
         assert back.num_cached > 0
         assert wrong_tokens(folders, back) == [], "a block of B was taken for one of A"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("storage", [HeldFiles], indirect=True)
+def test_tier_that_hangs_keeps_no_commit_and_no_request(start, storage, folders):
+    server = start("A")
+    first = server.ask(LONG)
+    kept(storage, NUM_PAGES)
+    for name in "BA":
+        pushed(folders[name], server, name)
+    server.tell("hold_get")
+    begun = server.begin(LONG)
+    server.wait_for("getting")
+    # The flush of a commit ends the threads that load.
+    pushed(folders["B"], server, "B")
+    answer = begun.result()
+    assert answer.versions == [("B", 0, 8)]
+    assert wrong_tokens(folders, answer) == []
+    server.forget("hold_get")
+    pushed(folders["A"], server, "A")
+    again = server.ask(LONG)
+    assert again.num_cached == NUM_PAGES * PAGE
+    assert again.tokens == first.tokens

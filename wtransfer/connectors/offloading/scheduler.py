@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -27,6 +26,7 @@ from wtransfer.deadline import Deadline
 from wtransfer.errors import BlockNotKeptError, ConnectorOptionError
 from wtransfer.kv.fence import InvalidatedKeys, SchedulerFence
 from wtransfer.kv.groups import first_needed, longest_prefix
+from wtransfer.kv.step_times import StepTimes
 from wtransfer.specs.factory import DEFAULT, create_spec
 from wtransfer.specs.interface import (
     GPULoadStoreSpec,
@@ -51,8 +51,6 @@ logger = logging.getLogger(__name__)
 
 STORE_BATCH = 32
 """Most chunks that are offered at once to the tier, which takes all of them or none."""
-NUM_STEPS = 32
-"""Steps of the model of which the mean time is taken."""
 
 
 class OffloadingOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,40 +91,6 @@ class _InFlight:
     success: bool = True
     last_step: int | None = None
     held: Sequence[Any] = ()
-
-
-class _StepTimes:
-    """Time that the model takes for a token of a prompt, over the last steps that computed some."""
-
-    def __init__(self) -> None:
-        self._begun: dict[int, tuple[float, int]] = {}
-        self._last_end = 0.0
-        self._steps: deque[tuple[float, int]] = deque(maxlen=NUM_STEPS)
-
-    def begin(self, step: int, scheduled: Mapping[str, int], chunk: int) -> None:
-        """Note a step; the mean leaves out steps in which no request computes a whole chunk."""
-        counts = scheduled.values()
-        self._begun[step] = (
-            time.monotonic(),
-            sum(counts) if max(counts, default=0) >= chunk else 0,
-        )
-
-    def end(self, step: int) -> None:
-        """Note that all ranks have ended a step, and those before it."""
-        now = time.monotonic()
-        begun = [self._begun.pop(each) for each in list(self._begun) if each <= step]
-        # The next step may be planned while one runs: its beginning is then the end of that one.
-        if len(begun) == 1 and begun[0][1]:
-            began, num_tokens = begun[0]
-            self._steps.append((now - max(began, self._last_end), num_tokens))
-        if begun:
-            self._last_end = now
-
-    @property
-    def seconds_per_token(self) -> float | None:
-        """Mean time for a token of a prompt; None: nothing was measured yet."""
-        num_tokens = sum(each[1] for each in self._steps)
-        return sum(each[0] for each in self._steps) / num_tokens if num_tokens else None
 
 
 class OffloadingScheduler(ConnectorScheduler):
@@ -176,7 +140,7 @@ class OffloadingScheduler(ConnectorScheduler):
         self._next = OffloadingMetadata()
         self._step = 0
         self._heard: dict[int, int] = {}
-        self._times = _StepTimes()
+        self._times = StepTimes()
         # Counts of jobs; the spec's manager counts blocks.
         self._counts = Counter(
             load_jobs_failed_total=0,
@@ -512,7 +476,7 @@ class OffloadingScheduler(ConnectorScheduler):
         metadata.step, metadata.preempted = self._step, preempted
         new = tuple(each.req_id for each in scheduler_output.scheduled_new_reqs)
         scheduled = scheduler_output.num_scheduled_tokens
-        self._times.begin(self._step, scheduled, self._naming.block_size)
+        self._times.begin(self._step, scheduled.values(), self._naming.block_size)
         context = ScheduleEndContext(new, tuple(preempted), self._times.seconds_per_token)
         self._manager.on_schedule_end(context)
         return metadata

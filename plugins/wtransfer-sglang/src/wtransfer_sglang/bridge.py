@@ -42,6 +42,8 @@ from wtransfer_sglang.target import SglangTarget, checkpoint_folder
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from wtransfer_sglang.storage import TierStorage
+
 logger = logging.getLogger(__name__)
 
 LISTEN_VARIABLE = "WTRANSFER_LISTEN"
@@ -119,6 +121,34 @@ def replace_weights(verb: str, call: Callable[..., Any], updater: Any, recv_req:
         return call(updater, recv_req)
 
 
+def heed_storage_end(_result: None, controller: Any, *_args: object, **_options: object) -> None:
+    """Let calls of a tier's storage end soon when SGLang ends the threads that make them."""
+    if (storage := _storage_of(controller)) is not None:
+        storage.heed(controller.storage_stop_event)
+
+
+def begin_step(scheduler: Any, batch: Any, *_args: object, **_options: object) -> None:
+    """Note that the model is given a step, for loads from a tier have to pay beside it."""
+    if (storage := _storage_of(_controller_of(scheduler))) is not None:
+        storage.begin_step(batch)
+
+
+def end_step(_result: None, scheduler: Any, *_args: object, **_options: object) -> None:
+    """Note that the result of a step is there."""
+    if (storage := _storage_of(_controller_of(scheduler))) is not None:
+        storage.end_step()
+
+
+def _controller_of(scheduler: Any) -> Any:
+    return getattr(scheduler.tree_cache, "cache_controller", None)
+
+
+def _storage_of(controller: Any) -> TierStorage | None:
+    storage = getattr(controller, "storage_backend", None)
+    # Another storage needs none of this.
+    return storage if hasattr(storage, "heed") else None
+
+
 class Bridge:
     """A scheduler's session, the name of its weights, and the commit.
 
@@ -126,8 +156,7 @@ class Bridge:
         scheduler: SGLang's, complete.
 
     Raises:
-        WTransferError: The environment asks for an address that cannot be used.
-        ValueError: A variable of the environment is not valid.
+        ValueError: A variable of the environment is not valid, or its address cannot be used.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -203,11 +232,13 @@ class Bridge:
             return
         session.on_join = lambda *args: self._orders.give(Join, *args)
         session.on_leave = lambda address: self._orders.give(Leave, address)
-        if join:
-            session.join(join)
-        if listen:
-            self._server = WorkerServer(session, listen=listen)
-            logger.info("publishers invite this server at %s", self._server.url)
+        with _told_of(JOIN_VARIABLE):
+            if join:
+                session.join(join)
+        with _told_of(LISTEN_VARIABLE):
+            if listen:
+                self._server = WorkerServer(session, listen=listen)
+                logger.info("publishers invite this server at %s", self._server.url)
 
     # -- names
 
@@ -389,6 +420,15 @@ class Bridge:
         if self.session is not None:
             self.session.weights_lost(f"SGLang's {verb} was called")
         process_weights.weights_replaced(model)
+
+
+@contextlib.contextmanager
+def _told_of(variable: str) -> Iterator[None]:
+    """Name the variable of the environment that has an address which cannot be used."""
+    try:
+        yield
+    except WTransferError as error:
+        raise ValueError(f"{variable}={os.environ.get(variable)!r}: {error}") from error
 
 
 class _RankSession(WorkerSession):

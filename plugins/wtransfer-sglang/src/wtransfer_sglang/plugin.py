@@ -24,14 +24,19 @@ UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeig
 RUNNER = "sglang.srt.model_executor.model_runner_components"
 LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
 
+CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
+
 BEFORE: dict[str, Callable[..., Any]] = {
     f"{RECEIVER}.recv_requests": bridge.add_orders,
     f"{SCHEDULER}.process_input_requests": bridge.carry_out_orders,
+    f"{SCHEDULER}.run_batch": bridge.begin_step,
 }
 """Targets -> hooks that run before them, and may change their arguments."""
 AFTER: dict[str, Callable[..., Any]] = {
     f"{SCHEDULER}.__init__": bridge.open_bridge,
     f"{SCHEDULER}._maybe_namespace_elastic_radix_cache": bridge.name_request,
+    f"{SCHEDULER}.process_batch_result": bridge.end_step,
+    f"{CONTROLLER}.attach_storage_backend": bridge.heed_storage_end,
 }
 """Targets -> hooks that run after them."""
 USED = (
@@ -48,6 +53,14 @@ USED = (
 )
 """Further names of SGLang without which there is no fence."""
 
+_EFFECT = (
+    "it serves, takes no updates, and its KV cache is not named by weights. Install "
+    f"sglang=={RELEASES[-1]}, or a wtransfer-sglang that has run with this release"
+)
+
+is_registered = False
+"""True once the hooks are registered in this process."""
+
 
 class UnknownSglangError(RuntimeError):
     """This release of SGLang is not one with which wtransfer-sglang has run."""
@@ -60,13 +73,14 @@ def register() -> None:
         UnknownSglangError: The release is another one, or has no place for a hook; nothing was
             registered, and SGLang logs the error and serves without wtransfer.
     """
+    global is_registered  # noqa: PLW0603  # SGLang's registry is one per process, too
     import sglang
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if sglang.__version__ not in RELEASES:
         raise UnknownSglangError(
             f"wtransfer-sglang has run with SGLang {', '.join(RELEASES)}, and this is "
-            f"{sglang.__version__}: it takes no updates, and its KV cache is not named by weights"
+            f"{sglang.__version__}: {_EFFECT}"
         )
     around = {
         f"{UPDATER}.{verb}": functools.partial(bridge.replace_weights, verb)
@@ -80,6 +94,7 @@ def register() -> None:
     ):
         for target, hook in hooks.items():
             HookRegistry.register(target, hook, kind)
+    is_registered = True
 
 
 def check_names(names: list[str]) -> None:
@@ -91,8 +106,7 @@ def check_names(names: list[str]) -> None:
     missing = next((name for name in names if not _exists(name)), None)
     if missing is not None:
         raise UnknownSglangError(
-            f"this SGLang has no {missing}, which wtransfer-sglang hooks: it takes no updates, "
-            "and its KV cache is not named by weights"
+            f"this SGLang has no {missing}, which wtransfer-sglang hooks: {_EFFECT}"
         )
 
 

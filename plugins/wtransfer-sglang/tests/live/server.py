@@ -86,6 +86,14 @@ class Server:
             time.sleep(0.1)
         return self
 
+    def ended(self):
+        """Return whether SGLang has ended."""
+        return self._process.poll() is not None
+
+    def signal_rank(self, rank, number):
+        """Send a signal to the process of a rank."""
+        os.kill(int((self.folder / f"pid-{rank}").read_text()), number)
+
     def close(self):
         """End its processes, those that SGLang has started as well."""
         with contextlib.suppress(ProcessLookupError):
@@ -93,11 +101,11 @@ class Server:
         self._process.wait()
         self._pool.shutdown()
 
-    def post(self, path, body):
+    def post(self, path, body, wait_s=ANSWER_S):
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+        with urllib.request.urlopen(request, timeout=wait_s) as answer:
             return json.loads(answer.read() or b"null")
 
     def weight_info(self):
@@ -106,10 +114,11 @@ class Server:
 
         return HttpClient(self.address, TOKEN).weight_info()
 
-    def ask(self, prompt, num_tokens=8, **more):
+    def ask(self, prompt, num_tokens=8, wait_s=ANSWER_S, **more):
         """Return the answer to a prompt of token ids: tokens, versions and cached tokens."""
         sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
-        found = self.post("/generate", {"input_ids": prompt, "sampling_params": sampling, **more})
+        body = {"input_ids": prompt, "sampling_params": sampling, **more}
+        found = self.post("/generate", body, wait_s)
         return Answer(prompt, found)
 
     def begin(self, *args, **kwargs):
@@ -132,7 +141,7 @@ class Server:
         """Have the scheduler stand still once it has as many requests, until the next commit."""
         self.forget("holding")
         self.tell("hold", json.dumps(wanted))
-        self._wait_for("holding")
+        self.wait_for("holding")
 
     def wait_for_requests(self, number):
         """Wait until as many requests run."""
@@ -146,10 +155,11 @@ class Server:
         """Ask while the scheduler stands still; return when it could take the request."""
         self.forget("arrived")
         begun = self.begin(*args, **kwargs)
-        self._wait_for("arrived")
+        self.wait_for("arrived")
         return begun
 
-    def _wait_for(self, name):
+    def wait_for(self, name):
+        """Wait until the witness has written a file."""
         end = time.monotonic() + ANSWER_S
         while not (self.folder / name).exists():
             assert time.monotonic() < end

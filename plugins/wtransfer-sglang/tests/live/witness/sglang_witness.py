@@ -6,11 +6,14 @@ It is told what to do by files in the folder that ``WITNESS`` names:
 ``hold``       JSON of ``running``, ``waiting`` and ``chunked``: once the scheduler has as many, it
                stands still between two steps until an update waits for its commit
 ``fail_at``    a number: each load fails at that tensor, but for the one after it, the way back
-``rank``       a number: loads fail in that rank alone
+``stall_at``   a number: each load stands still at that tensor while there is this file
+``rank``       a number: loads fail or stand still in that rank alone
 ``no_flush``   KV cache is never flushed, as where copies to a lower level are under way
 ``running``    written: how many requests ran in the last step that had any
 ``holding``    written: it stands still
 ``arrived``    written: a request has come since it stands still
+``stalled``    written: a load stands still
+``pid-N``      written: number of rank N's process
 ``paused``     written: one line of JSON for each pause, with what it has met
 =============  ====================================================================================
 """
@@ -82,6 +85,12 @@ def flush(call, *args, **kwargs):
     return False if (FOLDER / "no_flush").exists() else call(*args, **kwargs)
 
 
+def note_process(*args, **kwargs):
+    from sglang.srt.runtime_context import get_parallel
+
+    (FOLDER / f"pid-{get_parallel().tp_rank}").write_text(str(os.getpid()))
+
+
 def is_at_fault():
     from sglang.srt.runtime_context import get_parallel
 
@@ -105,9 +114,18 @@ def load(call, model, weights, device):
         for number, item in enumerate(weights):
             if number == fail_at:
                 raise RuntimeError(f"the load fails at tensor {number}")
+            stand_still(number)
             yield item
 
     return call(model, failing(), device)
+
+
+def stand_still(number):
+    file = FOLDER / "stall_at"
+    if file.exists() and number == int(file.read_text()) and is_at_fault():
+        (FOLDER / "stalled").touch()
+        while file.exists():
+            time.sleep(0.001)
 
 
 def copy_pages(src_layers, dst_layers, src_indices, dst_indices, page_size):
@@ -136,6 +154,7 @@ def register():
     loader = "sglang.srt.model_loader.loader.DefaultModelLoader"
     pool = "sglang.srt.mem_cache.pool_host.base.HostKVCache"
     HookRegistry.register(f"{pool}.__init__", unpin, HookType.AFTER)
+    HookRegistry.register(f"{scheduler}.__init__", note_process, HookType.AFTER)
     HookRegistry.register(f"{scheduler}.ingest_requests", hold, HookType.BEFORE)
     HookRegistry.register(f"{scheduler}.pause_generation", note, HookType.BEFORE)
     HookRegistry.register(f"{scheduler}.flush_cache", flush, HookType.AROUND)
