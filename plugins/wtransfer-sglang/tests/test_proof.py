@@ -197,10 +197,13 @@ def test_made_tensor_that_the_load_puts_elsewhere_is_a_fault_and_is_put_back():
     assert parts[0] is before
 
 
-def test_table_that_has_got_longer_since_the_model_was_built_is_no_fault():
+def test_table_that_was_cast_or_has_got_longer_since_the_model_was_built_is_no_fault():
     model = Model()
     weights = served(model)
     model.angles = torch.arange(9.0)
+    prove(model, lambda: write(model, weights))
+    model.angles = torch.arange(4.0).to(torch.bfloat16)
+    model.cast = (torch.arange(4.0), torch.arange(4.0).half())
     prove(model, lambda: write(model, weights))
     model.angles = torch.arange(1.0, 9.0)
     with pytest.raises(LoadError, match="'angles': whether it was made of the weights"):

@@ -36,13 +36,6 @@ class ServedWeightsError(WTransferError, RuntimeError):
     """SGLang's load has written to the weights that serve, past the tensors of the model."""
 
 
-class _Built(NamedTuple):
-    """A tensor that was there before the first load."""
-
-    num_rows: int
-    digest: str
-
-
 class _Tensor(NamedTuple):
     what: str
     tensor: torch.Tensor
@@ -52,19 +45,27 @@ class _Tensor(NamedTuple):
     is_constant: bool
 
 
-_built: weakref.WeakKeyDictionary[nn.Module, dict[str, _Built]] = weakref.WeakKeyDictionary()
-"""Model -> the tensors beside its parameters that it was built with."""
+_built: weakref.WeakKeyDictionary[nn.Module, dict[str, list[torch.Tensor]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Model -> by layer, copies of the tensors beside parameters that the model was built with."""
 
 
 def note_built(model: nn.Module, *_args: object, **_options: object) -> None:
     """Note the tensors of a model that has been built and not loaded: none is made of weights."""
     found = _built[model] = {}
-    for name, _, entries in _walk(model):
-        for key, value in entries:
-            if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
-                num_rows = len(value) if value.dim() else 1
-                if not value.is_meta and value.layout is torch.strided:
-                    found[f"{name} {key}"] = _Built(num_rows, _digest(value))
+    owned, seen = _storages_of_parameters(model), set()
+    for layer, _, _, entries in _walk(model):
+        for _, value in entries:
+            if (
+                isinstance(value, torch.Tensor)
+                and not isinstance(value, torch.nn.Parameter)
+                and _has_memory(value)
+                and value.untyped_storage().data_ptr() not in owned
+                and id(value) not in seen
+            ):
+                seen.add(id(value))
+                found.setdefault(layer, []).append(value.detach().to("cpu", copy=True))
 
 
 def prove(model: nn.Module, load: Callable[[], object]) -> None:
@@ -76,10 +77,11 @@ def prove(model: nn.Module, load: Callable[[], object]) -> None:
 
     Each stand-in has every bit inverted, for what the load leaves alone must not look right. So a
     tensor beside the parameters that was made of the weights, and that no load would renew, is
-    found. One that the load leaves alone is no fault where it stood there, as it is, before the
-    first load (`note_built`), as tables of rotary embeddings do: it was not made of the weights. A
-    table that has got longer since counts as well. Tensors of integers are not inverted, for the
-    load may look up memory by them; one that the first load has made is a fault.
+    found. One that the load leaves alone is no fault where its layer was built with it, before the
+    first load (`note_built`), as with tables of rotary embeddings: it was not made of the weights.
+    A table that was cast or has got longer since counts as well. Tensors of integers are not
+    inverted, for the load may look up memory by them; one that the first load has made is a fault.
+    Copies that a step makes are seen if there was one, as where graphs have been captured.
 
     The model is not written to, and serves the same before and after.
 
@@ -138,18 +140,14 @@ class _State:
 
     def stand_in(self) -> None:
         """Put a stand-in into the place of each tensor's memory."""
-        found: list[tuple[str, str, torch.Tensor]] = []
-        for name, owner, entries in _walk(self._model):
+        found: list[tuple[str, str, str, torch.Tensor]] = []
+        for layer, name, owner, entries in _walk(self._model):
             table = _table(owner)
             self._held[id(owner)] = (owner, table if isinstance(table, tuple) else table.copy())
-            found += [(name, key, v) for key, v in entries if isinstance(v, torch.Tensor)]
-        owned = {
-            tensor.untyped_storage().data_ptr()
-            for _, _, tensor in found
-            if isinstance(tensor, torch.nn.Parameter) and tensor.numel()
-        }
+            found += [(layer, name, key, v) for key, v in entries if isinstance(v, torch.Tensor)]
+        owned = _storages_of_parameters(self._model)
         built = _built.get(self._model, {})
-        for name, key, tensor in found:
+        for layer, name, key, tensor in found:
             self._places.add(f"{name} {key}")
             if id(tensor) in self._tensors:
                 continue
@@ -157,17 +155,14 @@ class _State:
             if not is_parameter and tensor.untyped_storage().data_ptr() in owned:
                 self._views[id(tensor)] = (tensor, tensor.data_ptr())
             else:
-                was_built = None if is_parameter else built.get(f"{name} {key}")
-                self._note(f"layer {name!r}, {key!r}", tensor, was_built)
+                constants = [] if is_parameter else built.get(layer, [])
+                self._note(f"layer {name!r}, {key!r}", tensor, constants)
         for entry in self._tensors.values():
             entry.tensor.data = entry.stand_in
 
-    def _note(self, what: str, tensor: torch.Tensor, built: _Built | None) -> None:
+    def _note(self, what: str, tensor: torch.Tensor, constants: list[torch.Tensor]) -> None:
         served = tensor.data
-        is_constant = (
-            built is not None
-            and _digest(served[: built.num_rows] if served.dim() else served) == built.digest
-        )
+        is_constant = not served.numel() or any(_begins_with(served, each) for each in constants)
         # On the host: a device has seldom room for the model a second time. A load may compute
         # with constants, which are small.
         stand_in = torch.empty_like(served, device=served.device if is_constant else "cpu")
@@ -180,7 +175,7 @@ class _State:
     def faults(self) -> Iterator[str]:
         """Yield what differs, after the load, from what serves."""
         found: set[int] = set()
-        for name, _, entries in _walk(self._model):
+        for _, name, _, entries in _walk(self._model):
             for key, value in entries:
                 if isinstance(value, torch.Tensor):
                     found.add(id(value))
@@ -229,26 +224,38 @@ class _State:
         return next((each.what for each in made if _digest(each.served) != each.digest), None)
 
 
-def _walk(model: nn.Module) -> Iterator[tuple[str, Any, list[tuple[str, Any]]]]:
-    """Yield the objects of a model that may hold tensors, each once: name, object, entries."""
+def _walk(model: nn.Module) -> Iterator[tuple[str, str, Any, list[tuple[str, Any]]]]:
+    """Yield the objects of a model that may hold tensors, each once.
+
+    Yields:
+        Name of the layer, the object's own name, object, and entries.
+    """
     seen: set[int] = set()
-    level: list[tuple[str, Any]] = list(model.named_modules())
+    level: list[tuple[str, str, Any]] = [(name, name, it) for name, it in model.named_modules()]
     for _ in range(LEVELS):
-        below: list[tuple[str, Any]] = []
-        for name, owner in level:
+        below: list[tuple[str, str, Any]] = []
+        for layer, name, owner in level:
             if id(owner) in seen:
                 continue
             seen.add(id(owner))
             table = _table(owner)
             items = table.items() if isinstance(table, dict) else enumerate(table)
             entries = [(str(key), value) for key, value in list(items)]
-            yield name, owner, entries
+            yield layer, name, owner, entries
             below += [
-                (name if key in TABLES else f"{name}.{key}", value)
+                (layer, name if key in TABLES else f"{name}.{key}", value)
                 for key, value in entries
                 if _may_hold_tensors(value)
             ]
         level = below
+
+
+def _storages_of_parameters(model: nn.Module) -> set[int]:
+    return {each.untyped_storage().data_ptr() for each in model.parameters() if _has_memory(each)}
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 0 and not tensor.is_meta and tensor.layout is torch.strided
 
 
 def _table(owner: Any) -> Any:
@@ -303,6 +310,14 @@ def _is_inverse(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+
+
+def _begins_with(tensor: torch.Tensor, built: torch.Tensor) -> bool:
+    """Return whether a tensor is one that was built, in another dtype, or with further rows."""
+    if tensor.dim() != built.dim() or tensor.dtype.is_floating_point != built.is_floating_point():
+        return False
+    first = tensor[: len(built)] if built.dim() else tensor
+    return _same_bits(first, built.to(tensor.dtype))
 
 
 def _digest(tensor: torch.Tensor) -> str:
