@@ -99,8 +99,10 @@ def prove(model: nn.Module, load: Callable[[], object]) -> None:
     state = _State(model)
     fault: str | None = None
     cause: Exception | None = None
+    has_begun = False
     try:
         state.stand_in()
+        has_begun = True
         load()
         fault = next(state.faults(), None)
     except Exception as error:
@@ -108,11 +110,12 @@ def prove(model: nn.Module, load: Callable[[], object]) -> None:
     finally:
         state.restore()
     name = type(model).__name__
-    if (changed := state.changed()) is not None:
+    if has_begun and (changed := state.changed()) is not None:
         raise ServedWeightsError(
             f"SGLang's load has written to the weights that {name} serves, past the model's own "
             f"tensors: {changed}. They are not those of the checkpoint any more, and this server "
-            "ends. It serves them where no update is asked for, and no storage of KV cache"
+            "ends. Without WTRANSFER_LISTEN, WTRANSFER_JOIN and a storage of KV cache its load is "
+            "not tried, and it serves"
         ) from cause
     if cause is not None:
         raise LoadError(
