@@ -85,7 +85,7 @@ class ServedCheckpoint(Mapping[str, "torch.Tensor"]):
         if not self.unchanged():
             raise SourceError(
                 "the checkpoint that this engine started from was overwritten since; there is no "
-                "back to those weights"
+                "way back to those weights"
             )
 
     def __iter__(self) -> Iterator[str]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from wtransfer_sglang.proof import LoadError, prove
+from wtransfer_sglang.proof import LoadError, ServedWeightsError, note_built, prove
 
 
 class Method:
@@ -20,6 +20,8 @@ class Model(nn.Module):
         self.layer.method = Method()
         self.layer.method.scale = torch.ones(())
         self.layer.view = self.layer.weight.t()
+        self.layer.kinds = [list[int], torch.arange(3)]
+        note_built(self)
 
 
 def served(model):
@@ -112,6 +114,139 @@ def test_tensor_made_of_the_weights_that_the_load_leaves_alone_is_refused():
         LoadError, match="'packed': whether it was made of the weights is not known"
     ):
         prove(model, lambda: write(model, weights))
+
+
+def packed_of(weights):
+    return weights["layer.weight"].t().contiguous()
+
+
+def as_buffer(model, packed):
+    model.layer.register_buffer("packed", packed, persistent=False)
+
+
+def in_list(model, packed):
+    model.layer.method.parts = [packed]
+
+
+def in_dict(model, packed):
+    model.layer.parts = {"packed": (packed,)}
+
+
+def as_integers(model, packed):
+    model.layer.packed = (packed * 10).to(torch.int8)
+
+
+def as_scalar(model, packed):
+    model.layer.packed = packed.abs().max()
+
+
+def beside_a_constant(model, packed):
+    model.layer.kinds.append(packed)
+
+
+@pytest.mark.parametrize(
+    "put", [as_buffer, in_list, in_dict, as_integers, as_scalar, beside_a_constant]
+)
+def test_made_tensor_that_the_load_leaves_alone_is_found_wherever_it_is(put):
+    model = Model()
+    weights = served(model)
+    put(model, packed_of(weights))
+    with pytest.raises(LoadError, match="whether it was made of the weights is not known"):
+        prove(model, lambda: write(model, weights))
+
+
+@pytest.mark.parametrize("put", [as_buffer, in_list, in_dict, beside_a_constant])
+def test_made_tensor_that_each_load_renews_in_place_is_no_fault(put):
+    """As SGLang's multi-head latent attention does with what it absorbs of ``kv_b_proj``."""
+    model = Model()
+    weights = served(model)
+    packed = packed_of(weights)
+    put(model, packed)
+    place = packed.data_ptr()
+
+    def load():
+        write(model, weights)
+        packed.copy_(model.layer.weight.t())
+
+    prove(model, load)
+    assert packed.data_ptr() == place
+    assert torch.equal(packed, packed_of(weights))
+
+    def load_another():
+        write(model, weights)
+        packed.copy_(model.layer.weight)
+
+    with pytest.raises(LoadError, match="other bits than those that serve"):
+        prove(model, load_another)
+    assert torch.equal(packed, packed_of(weights))
+
+
+def test_made_tensor_that_the_load_puts_elsewhere_is_a_fault_and_is_put_back():
+    model = Model()
+    weights = served(model)
+    parts = model.parts = [packed_of(weights)]
+    before = parts[0]
+
+    def load():
+        write(model, weights)
+        parts[0] = packed_of(weights)
+
+    with pytest.raises(LoadError, match=r"layer '\.parts', '0': replaced, not written to"):
+        prove(model, load)
+    assert model.parts is parts
+    assert parts[0] is before
+
+
+def test_table_that_was_cast_or_has_got_longer_since_the_model_was_built_is_no_fault():
+    model = Model()
+    weights = served(model)
+    model.angles = torch.arange(9.0)
+    prove(model, lambda: write(model, weights))
+    model.angles = torch.arange(4.0).to(torch.bfloat16)
+    model.cast = (torch.arange(4.0), torch.arange(4.0).half())
+    prove(model, lambda: write(model, weights))
+    model.angles = torch.arange(1.0, 9.0)
+    with pytest.raises(LoadError, match="'angles': whether it was made of the weights"):
+        prove(model, lambda: write(model, weights))
+
+
+def no_memory():
+    raise MemoryError("no room")
+
+
+@pytest.mark.parametrize(
+    ("parameter", "load", "text"),
+    [
+        (torch.empty(2, device="meta"), lambda: None, "could not be proven: "),
+        (torch.ones(2).to_sparse(), lambda: None, "could not be proven: "),
+        (torch.ones(2), no_memory, "could not be proven: MemoryError: no room"),
+    ],
+    ids=["meta", "sparse", "memory"],
+)
+def test_proof_that_fails_by_itself_refuses_updates_and_does_not_blame_the_load(
+    parameter, load, text
+):
+    model = Model()
+    weights = served(model)
+    model.odd = nn.Parameter(parameter, requires_grad=False)
+    places = [each.data_ptr() for each in model.layer.parameters()]
+    with pytest.raises(LoadError, match=text) as caught:
+        prove(model, load)
+    assert "gives others" not in str(caught.value)
+    assert [each.data_ptr() for each in model.layer.parameters()] == places
+    assert torch.equal(model.layer.weight, weights["layer.weight"])
+
+
+def test_load_that_changes_what_serves_by_a_view_is_told_as_that():
+    model = Model()
+    weights = served(model)
+
+    def load():
+        write(model, weights)
+        model.layer.view.data.zero_()
+
+    with pytest.raises(ServedWeightsError, match=r"layer 'layer', 'weight'\. They are"):
+        prove(model, load)
 
 
 def test_tied_parameters_are_one():

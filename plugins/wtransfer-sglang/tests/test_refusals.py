@@ -8,6 +8,11 @@ import pytest
 from wtransfer_sglang.refusals import refusal_of
 
 
+def cache_of(name, module):
+    """Return a stand-in for a prefix cache of SGLang, which is known by its class."""
+    return type(name, (), {"__module__": module})()
+
+
 def parts():
     """Return what a server that takes updates has, as SGLang has it."""
     scheduler = Bag(
@@ -22,6 +27,8 @@ def parts():
         enable_hisparse=False,
         enable_lmcache=False,
         enable_pdmux=False,
+        enable_unified_cache_external_linker=False,
+        tree_cache=cache_of("UnifiedRadixCache", "sglang.srt.mem_cache.unified_radix_cache"),
         server_args=Bag(enable_streaming_session=False),
     )
     return Bag(
@@ -51,6 +58,13 @@ def test_plain_server_is_not_refused():
         ("scheduler.enable_hisparse", True, "beside its prefix cache"),
         ("scheduler.enable_lmcache", True, "beside its prefix cache"),
         ("scheduler.enable_pdmux", True, "beside its prefix cache"),
+        (
+            "scheduler.tree_cache",
+            cache_of("FlexKVRadixCache", "sglang.srt.mem_cache.storage.flexkv.flexkv_radix_cache"),
+            "its prefix cache is a FlexKVRadixCache, and",
+        ),
+        ("scheduler.tree_cache", cache_of("UnifiedRadixCache", "of.another"), "its prefix cache"),
+        ("scheduler.enable_unified_cache_external_linker", True, "blocks of another store"),
         ("scheduler.server_args.enable_streaming_session", True, "its streaming sessions"),
         ("parallel.pp_size", 2, "it has 2 pipeline stages"),
         ("parallel.attn_dp_enabled", True, "its attention is data-parallel"),

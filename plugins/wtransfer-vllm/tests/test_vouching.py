@@ -128,6 +128,18 @@ def test_model_of_more_than_its_checkpoint_has_a_local_name(vouched, tmp_path, l
     ]
 
 
+def test_name_stands_in_vllms_log_which_has_lines_of_its_own_loggers_only(vouched, tmp_path, log):
+    folder = write(tmp_path / "A")
+    for line in (f"the weights loaded from {folder} are ", "are known to be "):
+        name = vouched(folder)
+        wait_for(lambda: log.records)
+        (record,) = log.records
+        assert record.name.startswith("vllm.")
+        assert line in record.getMessage()
+        assert name in record.getMessage()
+        log.clear()
+
+
 def test_draft_within_the_model_keeps_the_name(vouched, tmp_path):
     folder = write(tmp_path / "A")
     own = Bag(draft_model_config=Bag(model=str(folder)))

@@ -47,7 +47,9 @@ _NAME = "fingerprint.json"
 _MAX_NBYTES = 16 << 20
 
 
-def vouch_for_checkpoint(model: object, find: Callable[[], Path]) -> None:
+def vouch_for_checkpoint(
+    model: object, find: Callable[[], Path], log: logging.Logger = logger
+) -> None:
     """Name this process's KV cache by the checkpoint that its model was loaded from. Never raises.
 
     Called once in each worker process, right after the model was loaded and before any request.
@@ -62,41 +64,42 @@ def vouch_for_checkpoint(model: object, find: Callable[[], Path]) -> None:
     Args:
         model: The model, or another object that lives as long and stands for it; not kept.
         find: Returns the folder of its files; may raise, where they do not stand for its weights.
+        log: Has the outcome: an engine may show the lines of its own loggers only.
     """
     try:
         vouch = process_weights.vouch_later(model)
     except Exception as error:
-        logger.warning("nothing is vouched for: %s", error)
+        log.warning("nothing is vouched for: %s", error)
         return
     try:
         files = CheckpointFiles(find())
         known = files.known_fingerprint()
         if known is None:
             threading.Thread(
-                target=_work_out, args=(vouch, files), name="wtransfer-vouch", daemon=True
+                target=_work_out, args=(vouch, files, log), name="wtransfer-vouch", daemon=True
             ).start()
         else:
             vouch.settle(known)
-            logger.info("the weights loaded from %s are known to be %s", files.folder, known)
+            log.info("the weights loaded from %s are known to be %s", files.folder, known)
     except Exception as error:
-        _give_up(vouch, error)
+        _give_up(vouch, error, log)
 
 
-def _work_out(vouch: Vouch, files: CheckpointFiles) -> None:
+def _work_out(vouch: Vouch, files: CheckpointFiles, log: logging.Logger) -> None:
     begun = time.monotonic()
     try:
         found = files.fingerprint()
         vouch.settle(found)
     except Exception as error:
-        _give_up(vouch, error)
+        _give_up(vouch, error, log)
     else:
         seconds = time.monotonic() - begun
-        logger.info("the weights loaded from %s are %s (%.1f s)", files.folder, found, seconds)
+        log.info("the weights loaded from %s are %s (%.1f s)", files.folder, found, seconds)
 
 
-def _give_up(vouch: Vouch, error: Exception) -> None:
+def _give_up(vouch: Vouch, error: Exception, log: logging.Logger) -> None:
     vouch.settle(local_fingerprint())
-    logger.warning(
+    log.warning(
         "KV cache is not shared with other processes until the next weight update: %s", error
     )
 

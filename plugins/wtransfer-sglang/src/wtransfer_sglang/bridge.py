@@ -11,9 +11,10 @@ with them (`wtransfer_sglang.orders`). A commit is one call there:
 4. Every request that waits gets the new name; KV cache of the old weights is flushed.
 5. SGLang goes on: retracted requests keep their tokens, and their KV cache is computed anew.
 
-The name stands in ``extra_key``, which separates blocks in every level of SGLang's cache. So a
-flush that SGLang refuses, for copies to a lower level are under way, costs memory and no more: a
-block is found by the name of its weights only.
+The name says which weights, and what computes with them (`wtransfer_sglang.names`). It stands in
+``extra_key``, which separates blocks in every level of SGLang's cache. So a flush that SGLang
+refuses, for copies to a lower level are under way, costs memory and no more: a block is found by
+the name of its weights only.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from wtransfer import WorkerSession
 from wtransfer.errors import WTransferError
 from wtransfer.weight_sync.http.server import WorkerServer
 from wtransfer.weight_sync.worker.session import ServingHost
-from wtransfer.weight_sync.worker.vouching import vouch_for_checkpoint
 from wtransfer.weight_version import process_weights
 
+from wtransfer_sglang.names import computing_with
 from wtransfer_sglang.orders import Commit, Join, Leave, Name, Order, OrderBook
 from wtransfer_sglang.refusals import refusal_of
-from wtransfer_sglang.target import SglangTarget, checkpoint_folder
+from wtransfer_sglang.target import SglangTarget, vouch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -160,7 +161,8 @@ class Bridge:
     """
 
     def __init__(self, scheduler: Any) -> None:
-        from sglang.srt.runtime_context import get_parallel
+        from sglang.srt.model_executor.model_runner_components import weight_updater
+        from sglang.srt.runtime_context import get_exec, get_parallel
 
         parallel = get_parallel()
         self._scheduler = scheduler
@@ -178,11 +180,16 @@ class Bridge:
         self._server: WorkerServer | None = None
         listen, join = (os.environ.get(each) for each in (LISTEN_VARIABLE, JOIN_VARIABLE))
         runner = scheduler.tp_worker.model_runner
-        if self._rank == 0 and (listen or join or scheduler.enable_hicache_storage):
+        self._computing = computing_with(runner, parallel)
+        if listen or join or scheduler.enable_hicache_storage:
+            derived = weight_updater._unsupported_derived_weight_cache_error(runner.model)  # noqa: SLF001
+            target = SglangTarget(runner, refusal_of(scheduler, parallel, get_exec().moe, derived))
             # Before the session: it keeps a name that was vouched for until its first commit.
-            vouch_for_checkpoint(runner.model, lambda: checkpoint_folder(runner))
-        if listen or join:
-            self._open_session(listen, join)
+            is_proven = self._all_ranks(target.refusal is None)
+            if self._rank == 0:
+                vouch(runner, target, is_proven=is_proven)
+            if listen or join:
+                self._open_session(target, listen, join)
 
     def _shared_secret(self) -> str:
         """Return a text that all ranks of this instance have, and no other."""
@@ -200,11 +207,17 @@ class Bridge:
         self._num_names += 1
         return "local:" + xxhash.xxh3_128_hexdigest(f"{self._secret} {self._num_names}".encode())
 
-    def _open_session(self, listen: str | None, join: str | None) -> None:
-        from sglang.srt.model_executor.model_runner_components import weight_updater
-        from sglang.srt.runtime_context import get_exec, get_parallel
+    def _all_ranks(self, here: bool) -> bool:
+        """Return whether something holds in all ranks; each of them calls it."""
+        num_others = torch.tensor([int(not here)])
+        if self._num_ranks > 1:
+            torch.distributed.all_reduce(num_others, group=self._group)
+        return not num_others.item()
 
-        parallel, scheduler = get_parallel(), self._scheduler
+    def _open_session(self, target: SglangTarget, listen: str | None, join: str | None) -> None:
+        from sglang.srt.runtime_context import get_parallel
+
+        parallel = get_parallel()
         if listen and parallel.dp_size > 1:
             raise ValueError(
                 f"{LISTEN_VARIABLE} names one address, and this server has "
@@ -214,9 +227,6 @@ class Bridge:
         cast = os.environ.get(CAST_VARIABLE) or "0"
         if cast not in ("0", "1"):
             raise ValueError(f"{CAST_VARIABLE} is {cast!r}, expected 0 or 1")
-        runner = scheduler.tp_worker.model_runner
-        derived = weight_updater._unsupported_derived_weight_cache_error(runner.model)  # noqa: SLF001
-        target = SglangTarget(runner, refusal_of(scheduler, parallel, get_exec().moe, derived))
         self.session = session = _RankSession(
             target,
             cast=cast == "1",
@@ -243,8 +253,14 @@ class Bridge:
     # -- names
 
     def name(self, req: Any) -> None:
-        """Put the name of the weights in front of a request's ``extra_key``."""
-        req.extra_key = f"{MARK}{self.fingerprint}{END}{req.extra_key or ''}"
+        """Put the name of the KV cache in front of a request's ``extra_key``.
+
+        Where weights change by SGLang alone, and KV cache leaves this instance by none of its
+        storages, the key stays as it is.
+        """
+        if self.session is not None or self._scheduler.enable_hicache_storage:
+            name = f"{self.fingerprint} {self._computing}"
+            req.extra_key = f"{MARK}{name}{END}{req.extra_key or ''}"
 
     def _rename(self, req: Any) -> None:
         if req.extra_key is not None and req.extra_key.startswith(MARK):
@@ -374,9 +390,11 @@ class Bridge:
         self._scheduler.record_weight_version_change(new_version=label)
 
     def _gathered(self, session: WorkerSession, *, applied: bool) -> list[tuple[str, str]]:
-        """Return what each rank holds: its state after a commit, and its fingerprint."""
+        """Return what each rank holds: its state after a commit, and the name of its weights."""
         state = "applied" if applied else "empty" if session.state == "empty" else "unchanged"
-        own = (state, session.fingerprint if applied else "")
+        # Not the session's fingerprint: a set may have been cast as it was applied.
+        known = process_weights.version() if applied else None
+        own = (state, "" if known is None else known.fingerprint)
         if self._num_ranks == 1:
             return [own]
         # Fixed lengths of bytes: nothing is unpickled.

@@ -11,7 +11,7 @@ import functools
 import pkgutil
 from typing import TYPE_CHECKING, Any
 
-from wtransfer_sglang import bridge
+from wtransfer_sglang import bridge, proof
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +22,8 @@ SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 RUNNER = "sglang.srt.model_executor.model_runner_components"
-LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
+LOADERS = "sglang.srt.model_loader.loader"
+LOADER = f"{LOADERS}.DefaultModelLoader"
 
 CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
 
@@ -37,6 +38,7 @@ AFTER: dict[str, Callable[..., Any]] = {
     f"{SCHEDULER}._maybe_namespace_elastic_radix_cache": bridge.name_request,
     f"{SCHEDULER}.process_batch_result": bridge.end_step,
     f"{CONTROLLER}.attach_storage_backend": bridge.heed_storage_end,
+    f"{LOADERS}._initialize_model": proof.note_built,
 }
 """Targets -> hooks that run after them."""
 USED = (

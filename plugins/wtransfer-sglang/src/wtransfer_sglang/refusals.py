@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+"""The prefix cache whose blocks are found by the ``extra_key`` of their request, in every level."""
+
 
 def refusal_of(scheduler: Any, parallel: Any, experts: Any, derived: str | None) -> str | None:
     """Return why a scheduler's model takes no update; None: nothing known speaks against it.
@@ -48,5 +51,13 @@ def _refusals(scheduler: Any, parallel: Any, experts: Any) -> Iterator[str]:
         yield "its model is a diffusion model"
     if scheduler.enable_hisparse or scheduler.enable_lmcache or scheduler.enable_pdmux:
         yield "it keeps KV cache beside its prefix cache (hisparse, LMCache or pdmux)"
+    cache = type(scheduler.tree_cache)
+    if f"{cache.__module__}.{cache.__qualname__}" != CACHE:
+        yield (
+            f"its prefix cache is a {cache.__qualname__}, and whether that finds blocks by the "
+            "name of their weights is not known"
+        )
+    if scheduler.enable_unified_cache_external_linker:
+        yield "its prefix cache links blocks of another store (external linker)"
     if getattr(scheduler.server_args, "enable_streaming_session", False):
         yield "its streaming sessions keep KV cache beside its prefix cache"

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from wtransfer.checkpoint.served import ServedCheckpoint, find_folder
 from wtransfer.errors import SchemaError, SourceError
 from wtransfer.weight_sync.worker.served_target import ServedTarget
+from wtransfer.weight_sync.worker.vouching import vouch_for_checkpoint
+from wtransfer.weight_version import process_weights
 
 from wtransfer_sglang.proof import LoadError, prove
 
@@ -46,12 +48,39 @@ def checkpoint_folder(runner: Any) -> Path:
     )
 
 
+def vouch(runner: Any, target: SglangTarget, *, is_proven: bool) -> None:
+    """Have KV cache named by the checkpoint, where every rank has proven that it serves it.
+
+    The proof comes first. It has read the checkpoint from the disk, as the digests do, so one that
+    was overwritten since it was loaded is not vouched for.
+
+    Args:
+        runner: SGLang's model runner.
+        target: Its model, as the target of updates.
+        is_proven: Whether the load of each rank gives what the rank serves.
+    """
+
+    def find() -> Path:
+        if not is_proven:
+            why = target.refusal or "another rank's load does not give what it serves"
+            raise SourceError(f"that this server computes as its checkpoint is not proven: {why}")
+        return checkpoint_folder(runner)
+
+    vouch_for_checkpoint(target.vouched_as, find)
+    # The digests are of the files as they were a moment ago: those that the proof has read.
+    if target.checkpoint is not None and not target.checkpoint.unchanged():
+        process_weights.weights_replaced(target.vouched_as)
+
+
 class SglangTarget(ServedTarget):
     """A model that SGLang serves, updated in the form of its checkpoint.
 
     Args:
         runner: SGLang's model runner.
         refusal: Why the model takes no update; None: it takes them, if its load can be proven.
+
+    Raises:
+        ServedWeightsError: The proof of its load has changed what serves.
     """
 
     def __init__(self, runner: Any, refusal: str | None = None) -> None:
@@ -67,9 +96,10 @@ class SglangTarget(ServedTarget):
         except SourceError as error:
             refusal = str(error)
         super().__init__(checkpoint)
-        self._refusal = refusal if checkpoint is None else self._found_wrong(checkpoint)
-        if self._refusal is not None:
-            logger.warning("no update is taken: %s", self._refusal)
+        self.refusal = refusal if checkpoint is None else self._found_wrong(checkpoint)
+        """Why the model takes no update; None: its load gives what it serves."""
+        if self.refusal is not None:
+            logger.warning("no update is taken: %s", self.refusal)
 
     def _found_wrong(self, checkpoint: ServedCheckpoint) -> str | None:
         """Return what the proof finds wrong with SGLang's load; None: nothing."""
@@ -89,8 +119,8 @@ class SglangTarget(ServedTarget):
         Raises:
             SchemaError: The model takes no update; the text says why.
         """
-        if self._refusal is not None:
-            raise SchemaError(self._refusal)
+        if self.refusal is not None:
+            raise SchemaError(self.refusal)
         return super().schema()
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:

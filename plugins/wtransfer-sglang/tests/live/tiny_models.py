@@ -1,10 +1,12 @@
-"""Tiny random models of transformers: a dense one and one of experts, and what they answer."""
+"""Tiny random models of transformers: dense, of experts, of latent attention; their answers."""
 
 import functools
 
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3MoeConfig,
@@ -23,6 +25,20 @@ SHAPE = {
     "tie_word_embeddings": False,
 }
 EXPERTS = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 64,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "head_dim": 16,
+    "first_k_dense_replace": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+}
 TIE = 0.05
 """Distance of two logits, in standard deviations of all, that two kernels may round either way; of
 a token that other weights have chosen it is two or three."""
@@ -32,6 +48,8 @@ def model(kind, seed):
     """Return a model whose weights a seed gives."""
     if kind == "llama":
         made = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    elif kind == "latent":
+        made = DeepseekV2ForCausalLM(DeepseekV2Config(**SHAPE | LATENT))
     else:
         made = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS))
     made = made.to(torch.bfloat16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from wtransfer.errors import SourceError
@@ -13,6 +14,8 @@ from wtransfer_vllm.messages import member_of
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 
 
 def vouch_for_checkpoint(vllm_config: Any) -> None:
@@ -34,7 +37,7 @@ def vouch_for_checkpoint(vllm_config: Any) -> None:
             raise SourceError(f"the draft model {draft.model!r} has weights of its own")
         return checkpoint_folder(vllm_config)
 
-    vouching.vouch_for_checkpoint(vllm_config.model_config, find)
+    vouching.vouch_for_checkpoint(vllm_config.model_config, find, logger)
 
 
 def weights_were_replaced(worker: Any, why: str) -> None:
