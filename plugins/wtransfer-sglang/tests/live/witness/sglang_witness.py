@@ -7,6 +7,7 @@ It is told what to do by files in the folder that ``WITNESS`` names:
                stands still between two steps until an update waits for its commit
 ``fail_at``    a number: each load fails at that tensor, but for the one after it, the way back
 ``rank``       a number: loads fail in that rank alone
+``lossy``      a number: that rank loses its weights after each commit
 ``no_flush``   KV cache is never flushed, as where copies to a lower level are under way
 ``running``    written: how many requests ran in the last step that had any
 ``holding``    written: it stands still
@@ -21,6 +22,7 @@ import time
 from pathlib import Path
 
 import torch
+from wtransfer import WorkerSession
 
 from wtransfer_sglang import bridge
 
@@ -82,11 +84,23 @@ def flush(call, *args, **kwargs):
     return False if (FOLDER / "no_flush").exists() else call(*args, **kwargs)
 
 
-def is_at_fault():
+def rank():
     from sglang.srt.runtime_context import get_parallel
 
-    rank = FOLDER / "rank"
-    return not rank.exists() or int(rank.read_text()) == get_parallel().tp_rank
+    return get_parallel().tp_rank
+
+
+def is_at_fault():
+    file = FOLDER / "rank"
+    return not file.exists() or int(file.read_text()) == rank()
+
+
+def commit(session, *args, **kwargs):
+    done = WorkerSession.commit_pending(session, *args, **kwargs)
+    if (file := FOLDER / "lossy").exists() and int(file.read_text()) == rank():
+        session.weights_lost("the test says so")
+        return False
+    return done
 
 
 way_back = []
@@ -130,6 +144,7 @@ def register():
     from sglang.srt.mem_cache.pool_host import common, mha
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    bridge.RankSession.commit_pending = commit
     mha.transfer_kv_direct = copy_pages
     common.ALLOC_MEMORY_FUNCS["cpu"] = allocate
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
