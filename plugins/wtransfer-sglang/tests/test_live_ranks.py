@@ -1,10 +1,15 @@
 """Two tensor-parallel ranks of a live SGLang commit between the same two steps, or not at all."""
 
+import time
+
 import pytest
 from publishers import publishing, pushed
 from server import PROMPT, Server, cpu_threads
 from tiny_models import wrong_tokens
 from wtransfer.errors import CommitError
+from wtransfer.transport.framing import FrameReader
+from wtransfer.weight_sync.messages import CODEC, Commit
+from wtransfer.weight_sync.trainer.workers import Worker
 
 pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(900)]
 
@@ -61,3 +66,44 @@ def test_load_that_fails_in_one_rank_leaves_both_with_the_weights_before(ranks, 
     after = ranks.ask(PROMPT)
     assert after.versions == [("B", 0, 8)]
     assert wrong_tokens(folders, after) == []
+
+
+def test_server_serves_while_one_rank_alone_has_the_update(ranks, folders, monkeypatch):
+    pushed(folders["A"], ranks, "A")
+    send, told, served = Worker.send_frame, [], []
+
+    def send_and_serve(worker, frame):
+        (message,) = FrameReader(CODEC, "a test").feed(frame)
+        if isinstance(message, Commit):
+            told.append(worker)
+            if len(told) == 2:
+                # The first rank has been told to commit, and the other one not yet.
+                end = time.monotonic() + 10
+                while ranks.weight_info()["state"] != "pending":
+                    assert time.monotonic() < end
+                served.append(ranks.ask(PROMPT, 20))
+        send(worker, frame)
+
+    with publishing(ranks, folders["B"]) as (publisher, _):
+        monkeypatch.setattr(Worker, "send_frame", send_and_serve)
+        publisher.publish("B")
+    (answer,) = served
+    assert answer.versions == [("A", 0, 20)]
+    assert wrong_tokens(folders, answer) == []
+    assert ranks.ask(PROMPT).versions == [("B", 0, 8)]
+
+
+def test_ranks_that_differ_after_a_commit_have_no_version(ranks, folders):
+    pushed(folders["A"], ranks, "A")
+    ranks.tell("lossy", "1")
+    pushed(folders["B"], ranks, "B")
+    ranks.forget("lossy")
+    answer = ranks.ask(PROMPT)
+    assert answer.versions == [("empty", 0, 8)]
+    assert ranks.weight_info()["state"] == "empty"
+    pushed(folders["A"], ranks, "A")
+    after = ranks.ask(PROMPT)
+    assert after.versions == [("A", 0, 8)]
+    assert after.num_cached == 0
+    assert wrong_tokens(folders, after) == []
+    assert ranks.weight_info()["state"] == "serving"

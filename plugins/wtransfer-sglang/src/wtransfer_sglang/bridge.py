@@ -4,12 +4,14 @@ SGLang's scheduler takes its requests at one place in its loop, between two step
 idle or paused. There every rank carries out the first rank's orders, before the requests that came
 with them (`wtransfer_sglang.orders`). A commit is one call there:
 
-1. SGLang retracts what runs. The result of a batch in flight is processed first, and the requests
-   that it ends file their KV cache under the name of the weights that computed it.
-2. The session applies the update, or restores the set before.
-3. The ranks compare what they hold, and name it.
-4. Every request that waits gets the new name; KV cache of the old weights is flushed.
-5. SGLang goes on: retracted requests keep their tokens, and their KV cache is computed anew.
+1. The ranks agree that each has the update. Until then they serve on, and a later order asks again.
+2. SGLang retracts what runs, and ends what it cannot retract, beam search. The result of a batch in
+   flight is processed first, and the requests that it ends file their KV cache under the name of
+   the weights that computed it.
+3. The session applies the update, or restores the set before.
+4. The ranks compare what they hold, and name it.
+5. Every request that waits gets the new name; KV cache of the old weights is flushed.
+6. SGLang goes on: retracted requests keep their tokens, and their KV cache is computed anew.
 
 The name says which weights, and what computes with them (`wtransfer_sglang.names`). It stands in
 ``extra_key``, which separates blocks in every level of SGLang's cache. So a flush that SGLang
@@ -25,6 +27,7 @@ import os
 import secrets
 import socket
 import time
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,8 +57,8 @@ JOIN_VARIABLE = "WTRANSFER_JOIN"
 CAST_VARIABLE = "WTRANSFER_SGLANG_CAST"
 """Environment variable of SGLang's processes: whether an update may have another floating dtype
 than the checkpoint."""
-COMMIT_WAIT_S = 2.0
-"""Longest wait of a rank for its own order to commit, once the first rank has been given one."""
+BEAM_ENDED = "beam search was ended by an update of the weights: it cannot go on with others"
+"""What the clients of those requests are told."""
 EMPTY_LABEL = "empty"
 """Label of the weights while the model has no version."""
 MARK = "wt="
@@ -71,10 +74,11 @@ REPLACING = (
     "end_weight_update",
     "release_memory_occupation",
     "resume_memory_occupation",
+    "check_weights",
 )
-"""SGLang's own verbs within which the model gets other weights than those of a commit."""
+"""SGLang's own verbs within which the model may get other weights than those of a commit."""
 _WEIGHTS = "weights"
-_HELD_NBYTES = 64
+_GATHERED_NBYTES = 64
 
 _bridge: Bridge | None = None
 """The bridge of this process; a process has one scheduler."""
@@ -167,6 +171,8 @@ class Bridge:
         parallel = get_parallel()
         self._scheduler = scheduler
         self._rank, self._num_ranks = int(parallel.tp_rank), int(parallel.tp_size)
+        self._is_first = self._rank == parallel.pp_rank == 0
+        """True in the rank that gives the orders; each pipeline stage has a rank 0."""
         self._group = scheduler.tp_cpu_group
         self._orders = OrderBook()
         self._secret = self._shared_secret()
@@ -175,7 +181,7 @@ class Bridge:
         """True until the weights are others than those that were loaded."""
         self.fingerprint = self._own_name()
         """Name of KV cache that is computed now; the same in all ranks."""
-        self.session: WorkerSession | None = None
+        self.session: RankSession | None = None
         """None where the environment asks for none."""
         self._server: WorkerServer | None = None
         listen, join = (os.environ.get(each) for each in (LISTEN_VARIABLE, JOIN_VARIABLE))
@@ -186,9 +192,10 @@ class Bridge:
             target = SglangTarget(runner, refusal_of(scheduler, parallel, get_exec().moe, derived))
             # Before the session: it keeps a name that was vouched for until its first commit.
             is_proven = self._all_ranks(target.refusal is None)
-            if self._rank == 0:
+            if self._is_first and parallel.pp_size == 1:
                 vouch(runner, target, is_proven=is_proven)
-            if listen or join:
+            # The first stage tells publishers that pipeline stages take no update.
+            if (listen or join) and parallel.pp_rank == 0:
                 self._open_session(target, listen, join)
 
     def _shared_secret(self) -> str:
@@ -218,7 +225,7 @@ class Bridge:
         from sglang.srt.runtime_context import get_parallel
 
         parallel = get_parallel()
-        if listen and parallel.dp_size > 1:
+        if listen and parallel.dp_size > 1 and not parallel.attn_dp_enabled:
             raise ValueError(
                 f"{LISTEN_VARIABLE} names one address, and this server has "
                 f"{parallel.dp_size} data-parallel replicas, each of which is an instance "
@@ -227,7 +234,7 @@ class Bridge:
         cast = os.environ.get(CAST_VARIABLE) or "0"
         if cast not in ("0", "1"):
             raise ValueError(f"{CAST_VARIABLE} is {cast!r}, expected 0 or 1")
-        self.session = session = _RankSession(
+        self.session = session = RankSession(
             target,
             cast=cast == "1",
             instance=f"{socket.gethostname()}:{self._secret}",
@@ -276,7 +283,7 @@ class Bridge:
 
     def orders_to_send(self) -> list[Order]:
         """Return the orders that go along with the next broadcast; none in ranks but the first."""
-        if self._rank:
+        if not self._is_first:
             return []
         session, known = self.session, process_weights.version()
         if (
@@ -290,15 +297,17 @@ class Bridge:
         if (
             session is not None
             and session.status().pending
-            and not self._is_asleep
+            and not self._is_in_sglangs_hands
             and not self._orders.has(Commit)
         ):
             self._orders.give(Commit)
         return self._orders.waiting()
 
     @property
-    def _is_asleep(self) -> bool:
-        return _WEIGHTS in self._scheduler.weight_updater.offload_tags
+    def _is_in_sglangs_hands(self) -> bool:
+        """True while SGLang has released the weights, or is amid an update of its own."""
+        updater = self._scheduler.weight_updater
+        return _WEIGHTS in updater.offload_tags or updater._session is not None  # noqa: SLF001
 
     def carry_out(self, order: Order) -> None:
         """Do what the first rank has ordered; in every rank between the same two steps."""
@@ -311,28 +320,25 @@ class Bridge:
             if self._is_base:
                 self.fingerprint = order.fingerprint
         elif self._rank and self.session is not None:
-            self._follow(self.session, order)
-
-    def _follow(self, session: WorkerSession, order: Order) -> None:
-        """Join or leave a publisher, as the first rank did."""
-        try:
-            if isinstance(order, Leave):
-                session.leave(order.address)
-            elif isinstance(order, Join):
-                session.join(order.address, token=order.token, host=order.host)
-        except (WTransferError, ValueError) as error:
-            logger.error("rank %d cannot follow %s: %s", self._rank, order, error)  # noqa: TRY400
+            try:
+                self.session.follow(order)
+            except (WTransferError, ValueError) as error:
+                logger.error("rank %d cannot follow %s: %s", self._rank, order, error)  # noqa: TRY400
 
     # -- commits
 
     def _commit(self) -> None:
         session, scheduler = self.session, self._scheduler
         assert session is not None
+        # Before anything is paused: a rank whose publisher has stopped between two ranks would
+        # keep the others here. Every rank carries out the order, so all of them gather.
+        if not all(self._gathered("pending" if session.status().pending else "")):
+            return
         begun, num_running = time.monotonic(), len(scheduler.running_batch.reqs)
         with self._nothing_runs():
             applied = False
             try:
-                applied = session.commit_pending(COMMIT_WAIT_S)
+                applied = session.commit_pending()
             except WTransferError as error:
                 logger.error("%s", error)  # noqa: TRY400  # the session has logged the rest
             self._name_weights(session, applied=applied)
@@ -354,6 +360,9 @@ class Bridge:
 
         scheduler = self._scheduler
         was_paused = scheduler._engine_paused  # noqa: SLF001  # SGLang has no public name for it
+        # As the next step would. SGLang forgets the abort of a prefill that it has retracted.
+        scheduler.process_pending_chunked_abort()
+        self._end_beams()
         scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
         self._end_prefetches()
         torch.get_device_module().synchronize()
@@ -369,6 +378,47 @@ class Bridge:
         if not was_paused:
             scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
+    def _end_beams(self) -> None:
+        """End the beam searches that run: SGLang cannot retract them.
+
+        Their members have KV cache of their own behind the prompt's. SGLang ends them, too, where
+        it retracts requests for want of memory; as there, a result in flight finds them finished.
+        Those that only wait go on to wait.
+        """
+        from sglang.srt.beam_search.fork import free_member_rows
+        from sglang.srt.managers.io_struct import AbortReq
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT, retract_all
+
+        scheduler = self._scheduler
+        pools = (scheduler.req_to_token_pool, scheduler.token_to_kv_pool_allocator)
+        # In one order in all ranks.
+        for req in sorted(self._in_flight(), key=lambda req: req.rid):
+            if req.beam_group is None or req.beam_group.retired or req.finished():
+                continue
+            reason = FINISH_ABORT(BEAM_ENDED, status_code=HTTPStatus.SERVICE_UNAVAILABLE)
+            scheduler.send_abort_output(
+                AbortReq(rid=req.rid, finished_reason=reason.to_json()), req
+            )
+            # In this order: the members' KV cache is found by the leader's.
+            free_member_rows(req.beam_group, *pools)
+            retract_all(
+                reqs=[req],
+                req_to_token_pool=pools[0],
+                token_to_kv_pool_allocator=pools[1],
+                tree_cache=scheduler.tree_cache,
+                hisparse_coordinator=scheduler.hisparse_coordinator,
+                offload_kv=False,
+            )
+            req.finished_reason = reason
+            scheduler.beam_coordinator.retire_group(req)
+        # Rows of members hang on the batch until the next step, those of finished searches as well.
+        scheduler.running_batch.filter_batch()
+
+    def _in_flight(self) -> set[Any]:
+        """Return the requests that hold KV cache."""
+        running: set[Any] = self._scheduler.collect_inflight_reqs()
+        return running | ({self._scheduler.chunked_req} - {None})
+
     def _end_prefetches(self) -> None:
         """End the loads of blocks from storage that were begun under the name before."""
         if self._scheduler.enable_hicache_storage:
@@ -380,29 +430,31 @@ class Bridge:
 
         A block that a rank computes rests on the weights of all ranks.
         """
-        held = self._gathered(session, applied=applied)
-        if all(state == "unchanged" for state, _ in held):
+        own = "empty" if session.state == "empty" else ""
+        # Not the session's fingerprint: a set may have been cast as it was applied.
+        if applied and (known := process_weights.version()) is not None:
+            own = known.fingerprint
+        held = set(self._gathered(own))
+        if held == {""}:
             return
+        if len(held) > 1:
+            # A publisher knows ranks one by one: each of them is to bring the version again.
+            session.weights_lost(f"the ranks differ after a commit: {sorted(held)}")
         self._is_base = False
-        whole = len(set(held)) == 1 and held[0][0] == "applied"
-        self.fingerprint = held[0][1] if whole else self._own_name()
+        whole = session.state != "empty"
+        self.fingerprint = own if whole else self._own_name()
         label = session.version if whole else EMPTY_LABEL
         self._scheduler.record_weight_version_change(new_version=label)
 
-    def _gathered(self, session: WorkerSession, *, applied: bool) -> list[tuple[str, str]]:
-        """Return what each rank holds: its state after a commit, and the name of its weights."""
-        state = "applied" if applied else "empty" if session.state == "empty" else "unchanged"
-        # Not the session's fingerprint: a set may have been cast as it was applied.
-        known = process_weights.version() if applied else None
-        own = (state, "" if known is None else known.fingerprint)
+    def _gathered(self, own: str) -> list[str]:
+        """Return a short text of each rank; every rank calls it at the same place."""
         if self._num_ranks == 1:
             return [own]
         # Fixed lengths of bytes: nothing is unpickled.
-        sent = torch.tensor(list(" ".join(own).encode().ljust(_HELD_NBYTES)), dtype=torch.uint8)
+        sent = torch.tensor(list(own.encode().ljust(_GATHERED_NBYTES)), dtype=torch.uint8)
         received = [torch.empty_like(sent) for _ in range(self._num_ranks)]
         torch.distributed.all_gather(received, sent, group=self._group)
-        texts = [bytes(each.tolist()).decode().rstrip().partition(" ") for each in received]
-        return [(state, fingerprint) for state, _, fingerprint in texts]
+        return [bytes(each.tolist()).decode().rstrip() for each in received]
 
     # -- weights that come by other ways
 
@@ -414,7 +466,9 @@ class Bridge:
         of weights from here on, and is not filed.
         """
         tags = getattr(recv_req, "tags", None)
-        if verb.endswith("memory_occupation") and tags and _WEIGHTS not in tags:
+        if (verb.endswith("memory_occupation") and tags and _WEIGHTS not in tags) or (
+            verb == "check_weights" and recv_req.action != "reset_tensors"
+        ):
             yield
             return
         self._lose_weights(verb)
@@ -428,14 +482,18 @@ class Bridge:
         scheduler = self._scheduler
         self._is_base = False
         self.fingerprint = self._own_name()
-        running = scheduler.collect_inflight_reqs()
-        for req in running if scheduler.chunked_req is None else {*running, scheduler.chunked_req}:
+        running = self._in_flight()
+        for req in running:
             req.skip_radix_cache_insert = True
         self._end_prefetches()
-        for req in self._waiting():
+        # Those that run as well: SGLang may retract them, and looks for their KV cache then.
+        for req in [*self._waiting(), *running]:
             self._rename(req)
         model = scheduler.tp_worker.model_runner.model
         if self.session is not None:
+            if self.session.state != "empty":
+                # Once, and before the call: SGLang's own label, if it is given one, comes after.
+                scheduler.record_weight_version_change(new_version=EMPTY_LABEL)
             self.session.weights_lost(f"SGLang's {verb} was called")
         process_weights.weights_replaced(model)
 
@@ -449,7 +507,7 @@ def _told_of(variable: str) -> Iterator[None]:
         raise ValueError(f"{variable}={os.environ.get(variable)!r}: {error}") from error
 
 
-class _RankSession(WorkerSession):
+class RankSession(WorkerSession):
     """The session of a rank; the first rank's reports what it joins and leaves."""
 
     on_join: Callable[[str, str | None, str | None], object] = staticmethod(lambda *_: None)
@@ -464,3 +522,21 @@ class _RankSession(WorkerSession):
         """Leave a publisher; as `WorkerSession.leave`."""
         super().leave(address)
         self.on_leave(address)
+
+    def follow(self, order: Order) -> None:
+        """Join or leave a publisher, as the first rank did.
+
+        Args:
+            order: The first rank's.
+
+        Raises:
+            WTransferError: As `join`.
+            ValueError: As `join` and `leave`.
+        """
+        if isinstance(order, Leave):
+            self.leave(order.address)
+        elif isinstance(order, Join):
+            # The first rank has left its publisher, or has seen it end; this one may be later.
+            if (current := self.status().publisher) is not None:
+                self.leave(current)
+            self.join(order.address, token=order.token, host=order.host)

@@ -123,7 +123,11 @@ class Server:
 
     def begin(self, *args, **kwargs):
         """Ask on a thread; returns a future."""
-        return self._pool.submit(self.ask, *args, **kwargs)
+        return self.call(self.ask, *args, **kwargs)
+
+    def call(self, *args, **kwargs):
+        """Call a function on a thread; returns a future."""
+        return self._pool.submit(*args, **kwargs)
 
     # -- the witness
 

@@ -8,6 +8,7 @@ It is told what to do by files in the folder that ``WITNESS`` names:
 ``fail_at``    a number: each load fails at that tensor, but for the one after it, the way back
 ``stall_at``   a number: each load stands still at that tensor while there is this file
 ``rank``       a number: loads fail or stand still in that rank alone
+``lossy``      a number: that rank loses its weights after each commit
 ``no_flush``   KV cache is never flushed, as where copies to a lower level are under way
 ``running``    written: how many requests ran in the last step that had any
 ``holding``    written: it stands still
@@ -24,6 +25,7 @@ import time
 from pathlib import Path
 
 import torch
+from wtransfer import WorkerSession
 
 from wtransfer_sglang import bridge
 
@@ -85,17 +87,27 @@ def flush(call, *args, **kwargs):
     return False if (FOLDER / "no_flush").exists() else call(*args, **kwargs)
 
 
-def note_process(*args, **kwargs):
+def rank():
     from sglang.srt.runtime_context import get_parallel
 
-    (FOLDER / f"pid-{get_parallel().tp_rank}").write_text(str(os.getpid()))
+    return get_parallel().tp_rank
+
+
+def note_process(*args, **kwargs):
+    (FOLDER / f"pid-{rank()}").write_text(str(os.getpid()))
 
 
 def is_at_fault():
-    from sglang.srt.runtime_context import get_parallel
+    file = FOLDER / "rank"
+    return not file.exists() or int(file.read_text()) == rank()
 
-    rank = FOLDER / "rank"
-    return not rank.exists() or int(rank.read_text()) == get_parallel().tp_rank
+
+def commit(session, *args, **kwargs):
+    done = WorkerSession.commit_pending(session, *args, **kwargs)
+    if (file := FOLDER / "lossy").exists() and int(file.read_text()) == rank():
+        session.weights_lost("the test says so")
+        return False
+    return done
 
 
 way_back = []
@@ -148,6 +160,7 @@ def register():
     from sglang.srt.mem_cache.pool_host import common, mha
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    bridge.RankSession.commit_pending = commit
     mha.transfer_kv_direct = copy_pages
     common.ALLOC_MEMORY_FUNCS["cpu"] = allocate
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
