@@ -29,9 +29,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 from wtransfer import WorkerSession
-from wtransfer.errors import WTransferError
+from wtransfer.errors import NotInitializedError, WTransferError
+from wtransfer.transport.handshake import resolve_token
 from wtransfer.weight_sync.http.server import WorkerServer
-from wtransfer.weight_sync.worker.session import ServingHost
+from wtransfer.weight_sync.worker.session import ServingHost, is_cast_allowed
 from wtransfer.weight_sync.worker.vouching import vouch_for_checkpoint
 from wtransfer.weight_version import process_weights
 
@@ -149,6 +150,13 @@ def _storage_of(controller: Any) -> TierStorage | None:
     return storage if hasattr(storage, "heed") else None
 
 
+def _refuse_pause(*_: object) -> None:
+    raise NotInitializedError(
+        "this address takes updates alone, also while SGLang generates; pause it by its own "
+        "/pause_generation"
+    )
+
+
 class Bridge:
     """A scheduler's session, the name of its weights, and the commit.
 
@@ -206,21 +214,23 @@ class Bridge:
         from sglang.srt.runtime_context import get_exec, get_parallel
 
         parallel, scheduler = get_parallel(), self._scheduler
+        if listen and resolve_token(None) is None:
+            raise ValueError(
+                f"{LISTEN_VARIABLE} is set, and no publisher knows a secret of this server: set "
+                "WTRANSFER_TOKEN or WTRANSFER_TOKEN_FILE"
+            )
         if listen and parallel.dp_size > 1:
             raise ValueError(
                 f"{LISTEN_VARIABLE} names one address, and this server has "
                 f"{parallel.dp_size} data-parallel replicas, each of which is an instance "
                 f"of its own: set {JOIN_VARIABLE}, or run the replicas as servers of their own"
             )
-        cast = os.environ.get(CAST_VARIABLE) or "0"
-        if cast not in ("0", "1"):
-            raise ValueError(f"{CAST_VARIABLE} is {cast!r}, expected 0 or 1")
         runner = scheduler.tp_worker.model_runner
         derived = weight_updater._unsupported_derived_weight_cache_error(runner.model)  # noqa: SLF001
         target = SglangTarget(runner, refusal_of(scheduler, parallel, get_exec().moe, derived))
         self.session = session = _RankSession(
             target,
-            cast=cast == "1",
+            cast=is_cast_allowed(CAST_VARIABLE),
             instance=f"{socket.gethostname()}:{self._secret}",
             rank=self._rank,
             num_ranks=self._num_ranks,
@@ -236,7 +246,9 @@ class Bridge:
         if join:
             session.join(join)
         if listen:
-            self._server = WorkerServer(session, listen=listen)
+            self._server = WorkerServer(
+                session, listen=listen, on_pause=_refuse_pause, on_resume=_refuse_pause
+            )
             logger.info("publishers invite this server at %s", self._server.url)
 
     # -- names
