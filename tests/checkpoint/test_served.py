@@ -1,5 +1,6 @@
 """The checkpoint that a serving engine started from, as long as its files are the same."""
 
+import enum
 import os
 import time
 
@@ -7,8 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from wtransfer.checkpoint import served
 from wtransfer.checkpoint.served import ServedCheckpoint, find_folder
 from wtransfer.errors import SourceError
+from wtransfer.transport.digests import digest
 from wtransfer.weights import TensorSpec
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -68,6 +71,31 @@ def test_changed_checkpoint_is_detected_and_refuses_to_be_read(tmp_path, change)
     assert not checkpoint.unchanged()
     with pytest.raises(SourceError, match="was overwritten since"):
         dict(checkpoint)
+    with pytest.raises(SourceError, match="was overwritten since"):
+        checkpoint.digest(EMBEDDING, "xxh3-128")
+
+
+def test_names_are_those_of_the_start_and_cost_no_reading(tmp_path):
+    folder = write(tmp_path / "A", weights())
+    checkpoint = ServedCheckpoint(folder)
+    (folder / "model.safetensors").unlink()
+    assert EMBEDDING in checkpoint
+    assert "another" not in checkpoint
+
+
+def test_digest_of_each_algorithm_is_read_once(tmp_path, monkeypatch):
+    read = []
+
+    def counted(tensor, algorithm):
+        read.append(algorithm)
+        return digest(tensor, algorithm)
+
+    monkeypatch.setattr(served, "digest", counted)
+    tensors = weights()
+    checkpoint = ServedCheckpoint(write(tmp_path / "A", tensors))
+    for algorithm in ("xxh3-128", "wsum64", "xxh3-128", "wsum64"):
+        assert checkpoint.digest(EMBEDDING, algorithm) == digest(tensors[EMBEDDING], algorithm)
+    assert read == ["xxh3-128", "wsum64"]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -77,11 +105,31 @@ def test_tied_head_is_covered_by_either_name(tmp_path, tied):
     assert schema[EMBEDDING].aliases == (("lm_head.weight",) if tied else ())
 
 
-def test_path_of_a_folder_is_that_folder(tmp_path):
-    assert find_folder(str(tmp_path)) == tmp_path
+@pytest.mark.parametrize("num", [0, 2])
+def test_head_is_tied_to_the_one_tensor_of_its_form_alone(tmp_path, num):
+    form = torch.ones(8, 4)
+    tensors = {"lm_head.weight": form, **{f"embedding.{each}": form.clone() for each in range(num)}}
+    schema = ServedCheckpoint(write(tmp_path / "A", tensors), tied=True).schema()
+    assert schema == {name: TensorSpec(torch.float32, (8, 4)) for name in tensors}
+
+
+class Format(enum.Enum):
+    AUTO = "auto"
+    DUMMY = "dummy"
+
+
+@pytest.mark.parametrize("load_format", ["auto", Format.AUTO])
+def test_path_of_a_folder_is_that_folder(tmp_path, load_format):
+    assert find_folder(str(tmp_path), load_format, {"auto"}) == tmp_path
+
+
+@pytest.mark.parametrize("load_format", ["dummy", Format.DUMMY])
+def test_model_of_another_load_format_does_not_consist_of_its_files(tmp_path, load_format):
+    with pytest.raises(SourceError, match="a model of load format 'dummy' does not consist of"):
+        find_folder(str(tmp_path), load_format, {"auto"})
 
 
 def test_model_that_is_not_on_disk_is_named(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(SourceError, match="model 'nobody/nothing' has no checkpoint on this disk"):
-        find_folder("nobody/nothing")
+        find_folder("nobody/nothing", "auto", {"auto"})

@@ -14,7 +14,7 @@ from wtransfer.transport.digests import digest
 from wtransfer.weights import TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     import torch
 
@@ -96,17 +96,29 @@ class ServedCheckpoint(Mapping[str, "torch.Tensor"]):
         return len(self._source.metadata)
 
 
-def find_folder(model: str, *, revision: str | None = None, cache_dir: str | None = None) -> Path:
+def find_folder(
+    model: str,
+    load_format: object,
+    formats: Collection[str],
+    *,
+    revision: str | None = None,
+    cache_dir: str | None = None,
+) -> Path:
     """Return the folder that a serving engine has loaded a model from.
 
     Args:
         model: Path of the folder, or the model's name on the Hugging Face hub.
+        load_format: The engine's name of how it was loaded: a text, or an enumeration's member.
+        formats: Formats with which the model consists of the contents of safetensors files.
         revision: Revision of the name; None: the default one.
         cache_dir: The hub's cache; None: the default one.
 
     Raises:
-        SourceError: The model is not on this machine's disk.
+        SourceError: The model was loaded in another format, or is not on this machine's disk.
     """
+    name = getattr(load_format, "value", load_format)
+    if name not in formats:
+        raise SourceError(f"a model of load format {name!r} does not consist of its files")
     if os.path.isdir(model):  # noqa: PTH112  # a model's name may be no path at all
         return Path(model)
     try:

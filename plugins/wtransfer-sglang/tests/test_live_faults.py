@@ -9,7 +9,7 @@ import wtransfer
 from publishers import Pusher, pushed
 from safetensors.torch import load_file
 from server import PROMPT, TOKEN, Server, cpu_threads
-from tiny_models import wrong_tokens
+from sglang_models import wrong_tokens
 from wtransfer.errors import WTransferError
 
 pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(900)]

@@ -1,10 +1,10 @@
 """A live SGLang with multi-head latent attention, which keeps tensors made of the weights."""
 
 import pytest
-import tiny_models
+import sglang_models
 from publishers import pushed
 from server import PROMPT, Server
-from tiny_models import wrong_tokens
+from sglang_models import wrong_tokens
 
 pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(600)]
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(600)]
 def test_absorbed_weights_follow_each_update(tmp_path):
     folders = {name: tmp_path / name for name in "AB"}
     for seed, folder in enumerate(folders.values(), start=1):
-        tiny_models.make(folder, "latent", seed)
+        sglang_models.make(folder, "latent", seed)
     server = Server(tmp_path / "server", folders["A"])
     try:
         first = server.ready().ask(PROMPT)

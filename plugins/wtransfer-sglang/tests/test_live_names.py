@@ -9,7 +9,7 @@ from publishers import pushed
 from safetensors.torch import load_file, save_file
 from server import Server
 from test_live_hicache import LONG, NUM_PAGES, OPTIONS, PAGE
-from tiny_models import wrong_tokens
+from sglang_models import wrong_tokens
 
 pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(900)]
 

@@ -5,7 +5,7 @@ import time
 import pytest
 from publishers import publishing, pushed
 from server import PROMPT, Server, cpu_threads
-from tiny_models import wrong_tokens
+from sglang_models import wrong_tokens
 from wtransfer.errors import CommitError
 from wtransfer.transport.framing import FrameReader
 from wtransfer.weight_sync.messages import CODEC, Commit

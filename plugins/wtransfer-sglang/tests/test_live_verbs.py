@@ -5,7 +5,7 @@ import urllib.error
 import pytest
 from publishers import publishing, pushed
 from server import PROMPT
-from tiny_models import wrong_tokens
+from sglang_models import wrong_tokens
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 

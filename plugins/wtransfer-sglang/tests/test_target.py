@@ -1,4 +1,4 @@
-"""Which checkpoint gives its name to the KV cache of a server that has loaded it."""
+"""The checkpoint that SGLang has loaded names its KV cache, if the proof has found it served."""
 
 import time
 from types import SimpleNamespace as Bag

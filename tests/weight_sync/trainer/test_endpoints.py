@@ -30,6 +30,7 @@ from wtransfer.errors import (
 )
 from wtransfer.testing.contents import contents
 from wtransfer.weight_sync.http.client import HttpClient
+from wtransfer.weight_sync.messages import Hello
 from wtransfer.weight_sync.trainer import coordinator
 from wtransfer.weight_sync.trainer.endpoints import Endpoints
 from wtransfer.weight_sync.trainer.round_handle import Round
@@ -709,16 +710,25 @@ def ranks(weights):
         session.close()
 
 
-def test_every_rank_behind_a_worker_that_answers_for_all_is_waited_for(ranks, weights, until):
-    made = []
+def test_every_rank_behind_a_worker_that_answers_for_all_is_waited_for(
+    ranks, weights, until, monkeypatch
+):
+    made, judged = [], []
+
+    def noted(endpoints, joined, whole):
+        found = judge(endpoints, joined, whole)
+        judged.append((joined, found))
+        return found
+
+    judge = Endpoints.incomplete
+    monkeypatch.setattr(Endpoints, "incomplete", noted)
     with WorkerServer(ranks[0], listen=f"unix:@wt-test-{secrets.token_hex(8)}") as server:
         inviting = threading.Thread(
             target=lambda: made.append(Publisher(weights, hosts=[server.url], deadline_s=10))
         )
         inviting.start()
-        until(lambda: ranks[0].status().connected)
-        inviting.join(0.3)
-        assert inviting.is_alive(), "the instance is not complete"
+        until(lambda: judged and judged[-1][0])
+        assert judged[-1][1], "the first rank has been counted, and the instance is not complete"
         ranks[1].join(ranks[0].status().publisher, host=server.url)
         inviting.join(PATIENCE_S)
         with made[0] as publisher:
@@ -727,6 +737,35 @@ def test_every_rank_behind_a_worker_that_answers_for_all_is_waited_for(ranks, we
         "rank-0": "committed",
         "rank-1": "committed",
     }
+
+
+def hello(instance, rank, host_ranks, num_ranks=2):
+    return Hello(
+        worker=f"{instance}-{rank}",
+        instance=instance,
+        rank=rank,
+        num_ranks=num_ranks,
+        version=None,
+        fingerprint="",
+        state="fresh",
+        host="h",
+        host_ranks=host_ranks,
+    )
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_endpoint_has_the_most_ranks_that_a_worker_behind_it_has_told_of(order):
+    joined = [hello("i", 0, 4), hello("i", 1, 2)][::order]
+    assert [str(each) for each in Endpoints(None, 1.0).incomplete(joined, joined)] == [
+        "h (2 of 4 ranks)"
+    ]
+
+
+def test_ranks_of_an_instance_that_is_not_complete_are_not_counted():
+    joined = [hello("i", 0, 2), hello("j", 0, 2, num_ranks=3)]
+    found = Endpoints(None, 1.0).incomplete(joined, joined[:1])
+    assert [str(each) for each in found] == ["h (1 of 2 ranks)"]
+    assert Endpoints(None, 1.0).incomplete(joined, joined) == []
 
 
 @pytest.mark.usefixtures("patient_connections")

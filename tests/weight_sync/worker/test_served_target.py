@@ -50,6 +50,19 @@ def test_form_is_that_of_the_checkpoint_and_an_update_is_cast_to_it(engine):
     assert torch.equal(engine.model["w"], torch.ones(4, dtype=torch.bfloat16))
 
 
+def test_other_name_of_a_tied_tensor_is_cast_too(tmp_path):
+    names = ("embedding", "lm_head.weight")
+    save_file(
+        {name: torch.ones(4, dtype=torch.bfloat16) for name in names}, tmp_path / "a.safetensors"
+    )
+    engine = Engine(ServedCheckpoint(tmp_path, tied=True))
+    for name in names:
+        engine.apply({name: torch.full((4,), 1.0001)})
+    assert {name: each.dtype for name, each in engine.model.items()} == dict.fromkeys(
+        names, torch.bfloat16
+    )
+
+
 def test_way_back_is_the_checkpoint_and_then_the_set_applied_last(engine):
     assert torch.equal(engine.capture()["w"], torch.ones(4, dtype=torch.bfloat16))
     first = {"w": torch.zeros(4)}
@@ -63,6 +76,12 @@ def test_way_back_is_the_checkpoint_and_then_the_set_applied_last(engine):
     engine.apply(first)
     engine.forget()
     assert engine.capture() is None
+
+
+def test_weights_that_are_lost_before_the_first_update_are_not_the_checkpoints(engine):
+    engine.forget()
+    assert engine.capture() is None
+    assert engine.base() is engine.checkpoint
 
 
 def test_checkpoint_that_was_changed_is_no_way_back(engine, folder):

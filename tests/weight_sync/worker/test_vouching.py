@@ -1,4 +1,4 @@
-"""Which name a serving engine's process gives to KV cache of the weights that it has loaded."""
+"""A serving engine's process names KV cache by the weights that it has loaded."""
 
 import json
 import logging
@@ -82,7 +82,7 @@ def log(caplog):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """What was digested in this process, one entry each."""
+    """Sources that were digested in this process."""
     found = []
 
     def noted(source):

@@ -52,6 +52,21 @@ class ServingHost:
     """Ranks that it invites, where the address by which it is invited may report another number."""
 
 
+def is_cast_allowed(variable: str) -> bool:
+    """Return whether users of a serving engine allow `WorkerSession`'s ``cast``.
+
+    Args:
+        variable: Variable of the engine's environment: 1 allows it, 0 or none does not.
+
+    Raises:
+        ValueError: It has another value.
+    """
+    value = os.environ.get(variable) or "0"
+    if value not in ("0", "1"):
+        raise ValueError(f"{variable} is {value!r}, expected 0 or 1")
+    return value == "1"
+
+
 @dataclass(frozen=True)
 class UpdateStatus:
     """An update on its way, as its worker sees it."""

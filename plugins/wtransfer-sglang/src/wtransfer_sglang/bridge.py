@@ -33,9 +33,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 from wtransfer import WorkerSession
-from wtransfer.errors import WTransferError
+from wtransfer.errors import NotInitializedError, WTransferError
+from wtransfer.transport.handshake import resolve_token
 from wtransfer.weight_sync.http.server import WorkerServer
-from wtransfer.weight_sync.worker.session import ServingHost
+from wtransfer.weight_sync.worker.session import ServingHost, is_cast_allowed
 from wtransfer.weight_version import process_weights
 
 from wtransfer_sglang.names import computing_with
@@ -154,6 +155,13 @@ def _storage_of(controller: Any) -> TierStorage | None:
     return storage if hasattr(storage, "heed") else None
 
 
+def _refuse_pause(*_: object) -> None:
+    raise NotInitializedError(
+        "this address takes updates alone, also while SGLang generates; pause it by its own "
+        "/pause_generation"
+    )
+
+
 class Bridge:
     """A scheduler's session, the name of its weights, and the commit.
 
@@ -225,18 +233,21 @@ class Bridge:
         from sglang.srt.runtime_context import get_parallel
 
         parallel = get_parallel()
+        if listen and resolve_token(None) is None:
+            raise ValueError(
+                f"{LISTEN_VARIABLE} is set, and no publisher knows a secret of this server: set "
+                "WTRANSFER_TOKEN or WTRANSFER_TOKEN_FILE"
+            )
         if listen and parallel.dp_size > 1 and not parallel.attn_dp_enabled:
             raise ValueError(
                 f"{LISTEN_VARIABLE} names one address, and this server has "
                 f"{parallel.dp_size} data-parallel replicas, each of which is an instance "
                 f"of its own: set {JOIN_VARIABLE}, or run the replicas as servers of their own"
             )
-        cast = os.environ.get(CAST_VARIABLE) or "0"
-        if cast not in ("0", "1"):
-            raise ValueError(f"{CAST_VARIABLE} is {cast!r}, expected 0 or 1")
         self.session = session = RankSession(
             target,
-            cast=cast == "1",
+            None if self._rank else self._orders,
+            cast=is_cast_allowed(CAST_VARIABLE),
             instance=f"{socket.gethostname()}:{self._secret}",
             rank=self._rank,
             num_ranks=self._num_ranks,
@@ -247,14 +258,14 @@ class Bridge:
         )
         if self._rank:
             return
-        session.on_join = lambda *args: self._orders.give(Join, *args)
-        session.on_leave = lambda address: self._orders.give(Leave, address)
         with _told_of(JOIN_VARIABLE):
             if join:
                 session.join(join)
         with _told_of(LISTEN_VARIABLE):
             if listen:
-                self._server = WorkerServer(session, listen=listen)
+                self._server = WorkerServer(
+                    session, listen=listen, on_pause=_refuse_pause, on_resume=_refuse_pause
+                )
                 logger.info("publishers invite this server at %s", self._server.url)
 
     # -- names
@@ -508,20 +519,29 @@ def _told_of(variable: str) -> Iterator[None]:
 
 
 class RankSession(WorkerSession):
-    """The session of a rank; the first rank's reports what it joins and leaves."""
+    """The session of a rank; the first rank's orders the others to join and leave with it.
 
-    on_join: Callable[[str, str | None, str | None], object] = staticmethod(lambda *_: None)
-    on_leave: Callable[[str], object] = staticmethod(lambda _: None)
+    Args:
+        target: The rank's model.
+        orders: The instance's orders; None in ranks but the first.
+        options: Those of `WorkerSession`.
+    """
+
+    def __init__(self, target: SglangTarget, orders: OrderBook | None, **options: Any) -> None:
+        super().__init__(target, **options)
+        self._orders = orders
 
     def join(self, address: str, *, token: str | None = None, host: str | None = None) -> None:
         """Join a publisher; as `WorkerSession.join`."""
         super().join(address, token=token, host=host)
-        self.on_join(address, token, host)
+        if self._orders is not None:
+            self._orders.give(Join, address, token, host)
 
     def leave(self, address: str) -> None:
         """Leave a publisher; as `WorkerSession.leave`."""
         super().leave(address)
-        self.on_leave(address)
+        if self._orders is not None:
+            self._orders.give(Leave, address)
 
     def follow(self, order: Order) -> None:
         """Join or leave a publisher, as the first rank did.

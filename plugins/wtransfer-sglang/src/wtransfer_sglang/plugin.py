@@ -49,12 +49,15 @@ USED = (
     f"{SCHEDULER}.flush_cache",
     f"{SCHEDULER}.continue_generation",
     f"{SCHEDULER}.record_weight_version_change",
+    f"{SCHEDULER}.collect_inflight_reqs",
     f"{SCHEDULER}._prefetch_kvcache",
     f"{UPDATER}.offload_tags",
     f"{UPDATER}._session",
+    "sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache.release_aborted_request",
     f"{RUNNER}.weight_updater._unsupported_derived_weight_cache_error",
     f"{LOADER}.restore_weights_before_loading",
     f"{LOADER}.load_weights_and_postprocess",
+    "sglang.srt.model_loader.utils.set_default_torch_dtype",
     "sglang.srt.beam_search.coordinator.BeamCoordinator.retire_group",
     "sglang.srt.beam_search.fork.free_member_rows",
     "sglang.srt.managers.schedule_batch.FINISH_ABORT",
@@ -63,6 +66,8 @@ USED = (
     "sglang.srt.managers.io_struct.AbortReq",
     "sglang.srt.managers.io_struct.PauseGenerationReqInput",
     "sglang.srt.managers.io_struct.ContinueGenerationReqInput",
+    "sglang.srt.runtime_context.get_parallel",
+    "sglang.srt.runtime_context.get_exec",
 )
 """Further names of SGLang without which there is no fence."""
 

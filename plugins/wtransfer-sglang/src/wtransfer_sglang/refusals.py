@@ -21,7 +21,7 @@ def refusal_of(scheduler: Any, parallel: Any, experts: Any, derived: str | None)
         derived: Why SGLang itself would not update the model; None: it would.
     """
     found = [*_refusals(scheduler, parallel, experts), *([derived] if derived else [])]
-    return f"this SGLang takes no update: {'; '.join(found)}" if found else None
+    return "; ".join(found) or None
 
 
 def _refusals(scheduler: Any, parallel: Any, experts: Any) -> Iterator[str]:

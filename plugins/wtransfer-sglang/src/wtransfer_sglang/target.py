@@ -38,11 +38,10 @@ def checkpoint_folder(runner: Any) -> Path:
             machine's disk.
     """
     config, load_config = runner.model_config, runner.load_config
-    load_format = str(getattr(load_config.load_format, "value", load_config.load_format))
-    if load_format not in LOAD_FORMATS:
-        raise SourceError(f"a model of load format {load_format!r} does not consist of its files")
     return find_folder(
         str(config.model_path),
+        load_config.load_format,
+        LOAD_FORMATS,
         revision=config.revision,
         cache_dir=getattr(load_config, "download_dir", None),
     )
@@ -96,10 +95,12 @@ class SglangTarget(ServedTarget):
         except SourceError as error:
             refusal = str(error)
         super().__init__(checkpoint)
-        self.refusal = refusal if checkpoint is None else self._found_wrong(checkpoint)
+        if checkpoint is not None:
+            refusal = self._found_wrong(checkpoint)
+        self.refusal = refusal and f"this SGLang takes no update: {refusal}"
         """Why the model takes no update; None: its load gives what it serves."""
         if self.refusal is not None:
-            logger.warning("no update is taken: %s", self.refusal)
+            logger.warning("%s", self.refusal)
 
     def _found_wrong(self, checkpoint: ServedCheckpoint) -> str | None:
         """Return what the proof finds wrong with SGLang's load; None: nothing."""

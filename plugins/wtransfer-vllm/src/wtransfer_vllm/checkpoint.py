@@ -44,11 +44,10 @@ def checkpoint_folder(vllm_config: Any) -> Path:
             machine's disk.
     """
     model_config, load_config = vllm_config.model_config, vllm_config.load_config
-    load_format = str(getattr(load_config.load_format, "value", None) or load_config.load_format)
-    if load_format not in LOAD_FORMATS:
-        raise SourceError(f"a model of load format {load_format!r} does not consist of its files")
     return find_folder(
         str(model_config.model),
+        load_config.load_format,
+        LOAD_FORMATS,
         revision=getattr(model_config, "revision", None),
         cache_dir=getattr(load_config, "download_dir", None),
     )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from wtransfer import WorkerSession
 from wtransfer.errors import ClosedError
-from wtransfer.weight_sync.worker.session import ServingHost
+from wtransfer.weight_sync.worker.session import ServingHost, is_cast_allowed
 
 from wtransfer_vllm.messages import Invitation, Outcome, read_invitation
 from wtransfer_vllm.reload import ReloadError
@@ -128,12 +127,9 @@ class Member:
             logger.warning("%s", refused)
 
     def _open(self, instance: str | None) -> WorkerSession:
-        cast = os.environ.get(CAST_VARIABLE) or "0"
-        if cast not in ("0", "1"):
-            raise ValueError(f"{CAST_VARIABLE} is {cast!r}, expected 0 or 1")
         self.session = session = WorkerSession(
             self._target,
-            cast=cast == "1",
+            cast=is_cast_allowed(CAST_VARIABLE),
             engines={self._engine},
             instance=instance or self._place.instance,
             rank=self._place.rank,
