@@ -8,8 +8,8 @@ import torch
 from publishers import pushed
 from safetensors.torch import load_file, save_file
 from server import Server
-from test_live_hicache import LONG, NUM_PAGES, OPTIONS, PAGE
 from sglang_models import wrong_tokens
+from test_live_hicache import LONG, NUM_PAGES, OPTIONS, PAGE
 
 pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(900)]
 

@@ -8,8 +8,8 @@ from contextlib import closing
 
 import pytest
 from server import PROMPT, TOKEN, Server
-from test_live_hicache import LONG, NUM_PAGES, OPTIONS, PAGE, TIER
 from sglang_models import wrong_tokens
+from test_live_hicache import LONG, NUM_PAGES, OPTIONS, PAGE, TIER
 
 pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(900)]
 
