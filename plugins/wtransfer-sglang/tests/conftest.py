@@ -32,12 +32,12 @@ def pytest_configure(config):
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     """Folder with models A and B of each kind: llama-A, llama-B, moe-A, moe-B."""
-    import tiny_models
+    import sglang_models
 
     folder = tmp_path_factory.mktemp("models")
     for kind in ("llama", "moe"):
         for seed, name in enumerate("AB", start=1):
-            tiny_models.make(folder / f"{kind}-{name}", kind, seed)
+            sglang_models.make(folder / f"{kind}-{name}", kind, seed)
     return folder
 
 

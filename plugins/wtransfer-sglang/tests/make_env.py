@@ -1,6 +1,6 @@
 """Make the environment of the live tests: SGLang on a CPU, wtransfer and this plug-in.
 
-    python make_env.py ENV                    about 5 minutes and 3 GB
+    python make_env.py ENV                    3 minutes and 3 GB
     ENV/bin/python -m pytest plugins/wtransfer-sglang/tests
 
 SGLang requires distributions that exist for CUDA alone; so it is installed without its
@@ -40,7 +40,7 @@ def main(folder: str) -> None:
     for what in (
         ["-r", str(TESTS / "sglang-requirements.txt")],
         ["--no-deps", SGLANG, *ALONE],
-        [f"{CORE}[test]", "httpx"],
+        [f"{CORE}[test]"],
         ["--no-deps", str(PLUGIN)],
         [f"{PLUGIN.parent / 'wtransfer-valkey'}[test]"],
     ):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from publishers import publishing, pushed
 from server import PROMPT, Server
-from tiny_models import wrong_tokens
+from sglang_models import wrong_tokens
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1200)]
 

@@ -3,7 +3,7 @@
 import pytest
 from publishers import publishing, pushed
 from server import PROMPT
-from tiny_models import wrong_tokens
+from sglang_models import wrong_tokens
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
@@ -64,7 +64,7 @@ def test_requests_that_wait_or_are_retracted_file_their_blocks_under_the_new_wei
         begun.append(server.begin_held(long, 20))
         server.hold(running=3, chunked=1)
         for number, prompt in enumerate(late, start=1):
-            begun.append(server.begin_held(prompt, 20))
+            begun.append(server.begin_held(prompt, 20, extra_key="x"))
             server.hold(running=3, chunked=1, waiting=number)
         publisher.publish("B")
         answers = [each.result() for each in begun]
@@ -74,10 +74,32 @@ def test_requests_that_wait_or_are_retracted_file_their_blocks_under_the_new_wei
     for answer in answers:
         assert answer.versions[-1][0] == "B"
         assert wrong_tokens(folders, answer) == []
+    assert server.ask(late[0]).num_cached == 0, "the new name is without the request's own key"
+    assert server.ask(late[0], extra_key="x").num_cached == len(late[0]) - 1
     pushed(folders["A"], server, "A")
     for prompt in (*prompts, long, *late):
         back = server.ask(prompt)
         assert wrong_tokens(folders, back) == [], "a block of B was taken for one of A"
+
+
+@llama_first
+def test_requests_own_key_tells_its_blocks_apart(server, folders):
+    prompt = [13, *PROMPT]
+    pushed(folders["A"], server, "A")
+    found = [server.ask(prompt, extra_key=key).num_cached for key in "xyx"]
+    assert found == [0, 0, len(prompt) - 1]
+
+
+@llama_first
+def test_commit_while_sglang_is_paused_leaves_it_paused(server, folders):
+    pushed(folders["A"], server, "A")
+    server.post("/pause_generation", {"mode": "in_place"})
+    pushed(folders["B"], server, "B")
+    server.post("/pause_generation", {"mode": "in_place"})
+    asked = server.begin(PROMPT)
+    server.post("/continue_generation", {})
+    assert asked.result().versions == [("B", 0, 8)]
+    assert server.last_pause()["paused"], "the commit ended the pause"
 
 
 @llama_first
@@ -108,17 +130,20 @@ def test_request_that_runs_while_sglangs_own_verb_changes_the_weights_files_no_b
 ):
     prompt = [11, *PROMPT]
     pushed(folders["A"], server, "A")
-    begun = server.begin(prompt, 200)
-    server.wait_for_requests(1)
+    begun = server.begin(prompt, 60)
+    server.hold(running=1)
+    long = server.begin_held([number % 241 for number in range(600)], 20)
+    server.hold(running=1, chunked=1)
     # SGLang waits for requests to end, or keeps them as they are where it is paused in place.
-    server.post("/pause_generation", {"mode": "in_place"})
+    server.post_held("/pause_generation", {"mode": "in_place"})
     body = {"model_path": str(folders["B"]), "flush_cache": False, "weight_version": "B"}
     assert server.post("/update_weights_from_disk", body)["success"]
     server.post("/continue_generation", {})
-    answer = begun.result()
+    answer, mixed = begun.result(), long.result()
     assert [version for version, _, _ in answer.versions] == ["A", "B"]
     for name in "AB":
         pushed(folders[name], server, name)
         after = server.ask(prompt + answer.tokens[:40])
         assert after.num_cached <= len(prompt), "blocks of two sets of weights are kept"
         assert wrong_tokens(folders, after) == []
+        assert wrong_tokens(folders, server.ask(mixed.prompt)) == [], "a chunk of B is kept"

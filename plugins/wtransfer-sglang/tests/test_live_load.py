@@ -6,7 +6,7 @@ import pytest
 import wtransfer
 from safetensors.torch import load_file
 from server import TOKEN, Server
-from tiny_models import wrong_tokens
+from sglang_models import wrong_tokens
 
 pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(1200)]
 

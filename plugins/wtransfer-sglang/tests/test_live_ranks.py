@@ -3,7 +3,7 @@
 import pytest
 from publishers import publishing, pushed
 from server import PROMPT, Server, cpu_threads
-from tiny_models import wrong_tokens
+from sglang_models import wrong_tokens
 from wtransfer.errors import CommitError
 
 pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(900)]

@@ -1,4 +1,4 @@
-"""What the proof finds at fault in a load, on small modules with loads that are wrong."""
+"""The proof finds the fault of a load, on small modules with loads that are wrong."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from wtransfer_sglang.proof import LoadError, prove
 
 
 class Method:
-    """What SGLang calls a quantisation method: an object beside the layer."""
+    """A quantisation method, as SGLang calls an object beside the layer."""
 
 
 class Model(nn.Module):

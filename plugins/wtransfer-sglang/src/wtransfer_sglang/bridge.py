@@ -230,6 +230,7 @@ class Bridge:
         target = SglangTarget(runner, refusal_of(scheduler, parallel, get_exec().moe, derived))
         self.session = session = _RankSession(
             target,
+            None if self._rank else self._orders,
             cast=is_cast_allowed(CAST_VARIABLE),
             instance=f"{socket.gethostname()}:{self._secret}",
             rank=self._rank,
@@ -241,8 +242,6 @@ class Bridge:
         )
         if self._rank:
             return
-        session.on_join = lambda *args: self._orders.give(Join, *args)
-        session.on_leave = lambda address: self._orders.give(Leave, address)
         if join:
             session.join(join)
         if listen:
@@ -434,17 +433,26 @@ class Bridge:
 
 
 class _RankSession(WorkerSession):
-    """The session of a rank; the first rank's reports what it joins and leaves."""
+    """The session of a rank; the first rank's orders the others to join and leave with it.
 
-    on_join: Callable[[str, str | None, str | None], object] = staticmethod(lambda *_: None)
-    on_leave: Callable[[str], object] = staticmethod(lambda _: None)
+    Args:
+        target: The rank's model.
+        orders: The instance's orders; None in ranks but the first.
+        options: Those of `WorkerSession`.
+    """
+
+    def __init__(self, target: SglangTarget, orders: OrderBook | None, **options: Any) -> None:
+        super().__init__(target, **options)
+        self._orders = orders
 
     def join(self, address: str, *, token: str | None = None, host: str | None = None) -> None:
         """Join a publisher; as `WorkerSession.join`."""
         super().join(address, token=token, host=host)
-        self.on_join(address, token, host)
+        if self._orders is not None:
+            self._orders.give(Join, address, token, host)
 
     def leave(self, address: str) -> None:
         """Leave a publisher; as `WorkerSession.leave`."""
         super().leave(address)
-        self.on_leave(address)
+        if self._orders is not None:
+            self._orders.give(Leave, address)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Order:
-    """What every rank of the instance is to do, before it goes on with the requests."""
+    """An act of every rank of the instance, before it goes on with the requests."""
 
     number: int
     """Counts orders from 1: one that arrives a second time is dropped."""

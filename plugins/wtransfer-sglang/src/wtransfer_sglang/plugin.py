@@ -44,12 +44,17 @@ USED = (
     f"{SCHEDULER}.flush_cache",
     f"{SCHEDULER}.continue_generation",
     f"{SCHEDULER}.record_weight_version_change",
+    f"{SCHEDULER}.collect_inflight_reqs",
     f"{SCHEDULER}._prefetch_kvcache",
+    "sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache.release_aborted_request",
     f"{RUNNER}.weight_updater._unsupported_derived_weight_cache_error",
     f"{LOADER}.restore_weights_before_loading",
     f"{LOADER}.load_weights_and_postprocess",
+    "sglang.srt.model_loader.utils.set_default_torch_dtype",
     "sglang.srt.managers.io_struct.PauseGenerationReqInput",
     "sglang.srt.managers.io_struct.ContinueGenerationReqInput",
+    "sglang.srt.runtime_context.get_parallel",
+    "sglang.srt.runtime_context.get_exec",
 )
 """Further names of SGLang without which there is no fence."""
 

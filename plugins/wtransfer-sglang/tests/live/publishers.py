@@ -18,11 +18,11 @@ def pushed(folder, server, label):
         assert publisher.publish(label).ok
 
 
-def pushed_by_command(folder, server, label):
+def pushed_by_command(folder, server, label, *options):
     """Push a checkpoint as a user does, by the command line."""
     command = [sys.executable, "-m", "wtransfer", "push", str(folder), "--to", server.address]
     done = subprocess.run(
-        [*command, "--label", label],
+        [*command, "--label", label, *options],
         env={**os.environ, "WTRANSFER_TOKEN": TOKEN},
         capture_output=True,
         text=True,

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import secrets
 import signal
 import socket
@@ -49,9 +50,7 @@ class Server:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.address = f"unix:@wtransfer-sglang-{secrets.token_hex(6)}"
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        self.url = f"http://127.0.0.1:{free_port()}"
         self.log = folder / "log"
         given = {**OPTIONS, **(options or {}), "model-path": str(model), "host": "127.0.0.1"}
         given["port"] = self.url.rpartition(":")[2]
@@ -134,18 +133,19 @@ class Server:
         self.tell("hold", json.dumps(wanted))
         self.wait_for("holding")
 
-    def wait_for_requests(self, number):
-        """Wait until as many requests run."""
-        self.forget("running")
-        end = time.monotonic() + ANSWER_S
-        while not (file := self.folder / "running").exists() or int(file.read_text()) < number:
-            assert time.monotonic() < end
-            time.sleep(0.005)
-
     def begin_held(self, *args, **kwargs):
         """Ask while the scheduler stands still; return when it could take the request."""
+        return self._held(self.ask, *args, **kwargs)
+
+    def post_held(self, path, body):
+        """Post while the scheduler stands still, and let it go on with that; return the answer."""
+        begun = self._held(self.post, path, body)
+        self.forget("hold")
+        return begun.result()
+
+    def _held(self, call, *args, **kwargs):
         self.forget("arrived")
-        begun = self.begin(*args, **kwargs)
+        begun = self._pool.submit(call, *args, **kwargs)
         self.wait_for("arrived")
         return begun
 
@@ -159,6 +159,16 @@ class Server:
     def last_pause(self):
         """Return what the last pause has met."""
         return json.loads((self.folder / "paused").read_text().splitlines()[-1])
+
+
+def free_port():
+    """Return a free port that is given to no process that asks for any: SGLang binds it late."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.randrange(10000, lowest)
+        with socket.socket() as found, contextlib.suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            return port
 
 
 class Answer:

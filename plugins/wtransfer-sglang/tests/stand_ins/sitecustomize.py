@@ -1,8 +1,8 @@
-"""Stand-ins for the modules that SGLang imports and that exist for CUDA alone.
+"""Stand-ins for two modules that SGLang imports: one for CUDA alone, and torchvision.
 
 Python imports this file at its start where its folder is on PYTHONPATH. A stand-in gives any name
 that is asked of it and computes nothing: SGLang's CPU paths (torch's own attention and sampling)
-call none of them.
+call none of them, and a call of one raises.
 """
 
 from __future__ import annotations
@@ -12,22 +12,7 @@ import importlib.machinery
 import sys
 import types
 
-MODULES = frozenset(
-    {
-        "cuda",
-        "cutlass",
-        "deep_ep",
-        "deep_gemm",
-        "flashinfer",
-        "kernels",
-        "quack",
-        "sgl_kernel",
-        "tilelang",
-        "torchao",
-        "torchvision",
-        "triton_kernels",
-    }
-)
+MODULES = frozenset({"sgl_kernel", "torchvision"})
 
 
 def _stand_in(name):
@@ -37,7 +22,7 @@ def _stand_in(name):
 
 
 class _Anything(type):
-    """A class whose attributes are stand-ins, and which decorates by returning its argument."""
+    """A class whose attributes are stand-ins; it decorates by returning its argument."""
 
     def __getattr__(cls, name):
         return _stand_in(name)
@@ -45,35 +30,20 @@ class _Anything(type):
     def __call__(cls, *args, **kwargs):
         if len(args) == 1 and callable(args[0]) and not kwargs:
             return args[0]
-        return super().__call__()
+        raise NotImplementedError(f"{cls.__name__} is a stand-in, and computes nothing")
 
     def __or__(cls, other):
         return cls
 
     __ror__ = __or__
 
-    def __iter__(cls):
-        return iter(())
-
     def __getitem__(cls, key):
         return cls
 
 
 class _Object(metaclass=_Anything):
-    def __init__(self, *args, **kwargs):
-        pass
-
     def __init_subclass__(cls, **kwargs):
         pass
-
-    def __getattr__(self, name):
-        return _stand_in(name)
-
-    def __call__(self, *args, **kwargs):
-        return args[0] if len(args) == 1 and callable(args[0]) else None
-
-    def __class_getitem__(cls, key):
-        return cls
 
 
 class _Module(types.ModuleType):

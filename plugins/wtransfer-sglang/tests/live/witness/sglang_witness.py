@@ -7,8 +7,8 @@ It is told what to do by files in the folder that ``WITNESS`` names:
                stands still between two steps until an update waits for its commit
 ``fail_at``    a number: each load fails at that tensor, but for the one after it, the way back
 ``rank``       a number: loads fail in that rank alone
+``left_out``   a number: each load but the checkpoint's leaves that tensor out
 ``no_flush``   KV cache is never flushed, as where copies to a lower level are under way
-``running``    written: how many requests ran in the last step that had any
 ``holding``    written: it stands still
 ``arrived``    written: a request has come since it stands still
 ``paused``     written: one line of JSON for each pause, with what it has met
@@ -35,6 +35,7 @@ def state(scheduler):
         "running": len(running),
         "waiting": len(scheduler.waiting_queue),
         "chunked": int(scheduler.chunked_req is not None),
+        "paused": int(scheduler._engine_paused),
     }
 
 
@@ -47,19 +48,10 @@ def is_met(scheduler):
     return all(now[key] >= value for key, value in wanted.items())
 
 
-def tell_running(scheduler):
-    number = state(scheduler)["running"]
-    if number:
-        made = FOLDER / ".running"
-        made.write_text(str(number))
-        made.rename(FOLDER / "running")
-
-
 def hold(scheduler, *args, **kwargs):
     # One rank that stands still keeps the others in the next broadcast.
     if scheduler.ipc_channels.recv_from_tokenizer is None:
         return
-    tell_running(scheduler)
     if not is_met(scheduler):
         return
     (FOLDER / "holding").touch()
@@ -93,7 +85,19 @@ way_back = []
 """Not empty: the load before has failed, and the next one is the way back."""
 
 
+loads = []
+"""Not empty: the checkpoint was loaded."""
+
+
+def without_left_out(weights):
+    file = FOLDER / "left_out"
+    left_out = int(file.read_text()) if loads and file.exists() else None
+    loads.append(True)
+    return (item for number, item in enumerate(weights) if number != left_out)
+
+
 def load(call, model, weights, device):
+    weights = without_left_out(weights)
     file, fail_at = FOLDER / "fail_at", None
     if way_back:
         way_back.clear()

@@ -1,8 +1,14 @@
 """Tiny random models of transformers: a dense one and one of experts, and what they answer."""
 
 import functools
+import json
 
+import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
+pytest.importorskip("transformers", reason="SGLang is not installed: tests/make_env.py ENV")
+
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -46,6 +52,15 @@ def model(kind, seed):
 def make(folder, kind, seed):
     """Write a model's checkpoint."""
     model(kind, seed).save_pretrained(folder)
+
+
+def tie(folder):
+    """Make a checkpoint's head its embedding: one tensor of the model, and two of the files."""
+    held = load_file(folder / "model.safetensors")
+    held["lm_head.weight"] = held["model.embed_tokens.weight"].clone()
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
 
 
 @functools.cache
