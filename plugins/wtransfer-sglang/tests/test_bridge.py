@@ -34,7 +34,10 @@ def opened(monkeypatch):
     def opened(variable=bridge.JOIN_VARIABLE, **parallel):
         given = parts()
         config = Bag(load_format="dummy")
-        runner = Bag(model=torch.nn.Linear(2, 2), load_config=config, model_config=Bag())
+        runner = Bag(
+            model=torch.nn.Linear(2, 2), load_config=config, model_config=Bag(hf_config=Bag())
+        )
+        monkeypatch.setattr(bridge, "computing_with", lambda *_: "")
         scheduler = given.scheduler
         scheduler.tp_worker = Bag(model_runner=runner)
         scheduler.tp_cpu_group, scheduler.enable_hicache_storage = None, True
@@ -96,7 +99,7 @@ def test_rank_that_has_not_seen_the_end_of_its_publisher_follows_the_first_rank_
     with (
         first,
         other,
-        bridge.RankSession({"weight": torch.ones(2)}, token=TOKEN) as session,
+        bridge.RankSession({"weight": torch.ones(2)}, None, token=TOKEN) as session,
     ):
         session.follow(Join(1, first.address))
         first.wait_for_workers(1, timeout_s=10)

@@ -54,8 +54,8 @@ def test_request_that_is_retracted_after_a_verb_takes_no_blocks_of_the_weights_b
     pushed(folders["A"], server, "A")
     server.ask(prompt, 2)
     begun = server.begin(prompt, 60)
-    server.wait_for_requests(1)
-    server.post("/pause_generation", {"mode": "in_place"})
+    server.hold(running=1)
+    server.post_held("/pause_generation", {"mode": "in_place"})
     body = {"model_path": str(folders["B"]), "flush_cache": False, "weight_version": "B"}
     assert server.post("/update_weights_from_disk", body)["success"]
     server.post("/pause_generation", {"mode": "retract"})
@@ -98,8 +98,8 @@ def test_beam_searches_that_run_are_ended_by_a_commit_and_their_clients_told(ser
     ):
         with publishing(server, folders[label]) as (publisher, _):
             other = server.begin([17, *PROMPT], 200)
-            server.wait_for_requests(1)
-            searching = server.call(search, prompt, 200)
+            server.hold(running=1)
+            searching = server.call_held(search, prompt, 200)
             server.hold(**wanted)
             publisher.publish(label)
             with pytest.raises(urllib.error.HTTPError, match="503") as told:

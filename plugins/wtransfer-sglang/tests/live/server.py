@@ -148,15 +148,16 @@ class Server:
 
     def begin_held(self, *args, **kwargs):
         """Ask while the scheduler stands still; return when it could take the request."""
-        return self._held(self.ask, *args, **kwargs)
+        return self.call_held(self.ask, *args, **kwargs)
 
     def post_held(self, path, body):
         """Post while the scheduler stands still, and let it go on with that; return the answer."""
-        begun = self._held(self.post, path, body)
+        begun = self.call_held(self.post, path, body)
         self.forget("hold")
         return begun.result()
 
-    def _held(self, call, *args, **kwargs):
+    def call_held(self, call, *args, **kwargs):
+        """Call while the scheduler stands still; return when what it sends has arrived."""
         self.forget("arrived")
         begun = self._pool.submit(call, *args, **kwargs)
         self.wait_for("arrived")
