@@ -44,6 +44,18 @@ LATENT = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "n_shared_experts": 1,
+    "moe_layer_freq": 1,
+    # SGLang computes positions of this attention on a CPU by this scaling alone.
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
 }
 TIE = 0.05
 """Distance of two logits, in standard deviations of all, that two kernels may round either way; of
