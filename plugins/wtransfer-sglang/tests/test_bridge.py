@@ -35,7 +35,9 @@ def opened(monkeypatch):
         given = parts()
         config = Bag(load_format="dummy")
         runner = Bag(
-            model=torch.nn.Linear(2, 2), load_config=config, model_config=Bag(hf_config=Bag())
+            model=torch.nn.Linear(2, 2),
+            load_config=config,
+            model_config=Bag(hf_config=Bag(), model_path="", revision=None),
         )
         monkeypatch.setattr(bridge, "computing_with", lambda *_: "")
         scheduler = given.scheduler
