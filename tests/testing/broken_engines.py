@@ -468,21 +468,19 @@ class TestAnnouncesLoopback(Trainer):
 
 
 @broken_stream(passes=("test_tensors_are_passed_on_as_they_arrive",))
-class TestPassesTheFirstOnAfterMoreThanASecond(Worker):
+class TestPassesABucketOnAfterMoreThanASecond(Worker):
     def receive_weights(self, update_info, load_weights):
-        rest = []
+        bucket = []
 
         def load(pairs):
-            if self.is_first:
+            bucket.extend(pairs)
+            if len(bucket) == 11:
                 time.sleep(1.5)
-                load_weights(pairs)
-            else:
-                rest.extend(pairs)
-            self.is_first = False
+                load_weights(bucket)
+                bucket.clear()
 
-        self.is_first = True
         super().receive_weights(update_info, load)
-        load_weights(rest)
+        load_weights(bucket)
 
 
 def network():
