@@ -106,6 +106,7 @@ def test_kit_of_a_tier_of_a_file_has_it_in_other_processes_too(run):
     assert (code, "2 passed" in out) == (0, True), out
 
 
+@pytest.mark.nightly  # two of them
 def test_bench_measures_backends_of_files(run, folder):
     few = ("--nbytes", "1MiB", "--rounds", "1", "--quick")
     tier = ("--plugin", "./my_tier.py:ShelfTier", "--tier", "ShelfTier", "--blocks", "128KiB")

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from wtransfer.errors import PluginError, WTransferError
-from wtransfer.registry.resolve import add_file
+from wtransfer.errors import WTransferError
+from wtransfer.registry.option import plugin_option
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -77,23 +77,6 @@ def _size(text: str) -> Callable[[TCommand], TCommand]:
     return click.option("--nbytes", type=parse_nbytes, metavar="SIZE", help=text)
 
 
-def _plugin(kind: str) -> Callable[[TCommand], TCommand]:
-    def add(_ctx: click.Context, _param: click.Parameter, place: str | None) -> None:
-        if place is not None:
-            try:
-                add_file(kind, place)
-            except PluginError as error:
-                raise click.BadParameter(str(error)) from error
-
-    return click.option(
-        "--plugin",
-        metavar="FILE.py:CLASS",
-        expose_value=False,
-        callback=add,
-        help="Let a class of a file be found by its name.",
-    )
-
-
 def _blocks(default: str) -> Callable[[TCommand], TCommand]:
     text = f"Sizes of a block, over its 32 layers [{default}]."
     return click.option(
@@ -128,7 +111,7 @@ def bench() -> None:
 
 @bench.command()
 @click.option("--engine", metavar="NAME", help="shm, gloo, or any that needs no option [shm].")
-@_plugin("engines")
+@plugin_option("engines")
 @_size("Of an update [2GiB].")
 @click.option(
     "--workers",
@@ -154,7 +137,7 @@ def weights(**asked: Any) -> None:
 @_size("That one round copies [256MiB].")
 @_blocks("2MiB,128KiB,16KiB")
 @click.option("--tier", metavar="NAME", help="Measure this tier in place of the arena.")
-@_plugin("specs")
+@plugin_option("specs")
 @click.option(
     "--tier-option",
     "tier_options",

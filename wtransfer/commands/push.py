@@ -24,7 +24,6 @@ from wtransfer.commands.shared import (
     end_signals,
     given_token,
     logging_options,
-    plugin_option,
     printable,
     table,
     token_file_option,
@@ -40,6 +39,7 @@ from wtransfer.errors import (
     WTransferError,
     to_wire,
 )
+from wtransfer.registry.option import plugin_option
 from wtransfer.weight_sync.http.client import parse_url
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ _NUM_TEXT_COLUMNS = 5
     help="A worker: http://host:port, tcp:host:port, unix:@name or unix:/path. Repeat for more.",
 )
 @click.option("--engine", default="shm", show_default=True, help="Engine that moves the weights.")
-@plugin_option
+@plugin_option("engines")
 @click.option(
     "-o", "options", multiple=True, metavar="KEY=VALUE", help="Option of the engine. Repeat."
 )

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from wtransfer.errors import PluginError
 from wtransfer.transport.handshake import resolve_token
 
 if TYPE_CHECKING:
@@ -21,25 +20,6 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 token_file_option = click.option(
     "--token-file", metavar="FILE", help="Owner-only file with the shared secret."
-)
-
-
-def _add_engine(_ctx: click.Context, _param: click.Parameter, place: str | None) -> None:
-    from wtransfer.registry.resolve import add_file
-
-    if place is not None:
-        try:
-            add_file("engines", place)
-        except PluginError as error:
-            raise click.BadParameter(str(error)) from error
-
-
-plugin_option = click.option(
-    "--plugin",
-    metavar="FILE.py:CLASS",
-    expose_value=False,
-    callback=_add_engine,
-    help="Let a class of a file be an engine, by its name: for a first try.",
 )
 deadline_option = click.option(
     "--deadline",

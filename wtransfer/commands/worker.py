@@ -25,7 +25,6 @@ from wtransfer.commands.shared import (
     end_signals,
     given_token,
     logging_options,
-    plugin_option,
     token_file_option,
 )
 from wtransfer.errors import (
@@ -35,6 +34,7 @@ from wtransfer.errors import (
     PluginNotInstalledError,
     WTransferError,
 )
+from wtransfer.registry.option import plugin_option
 from wtransfer.transport.handshake import new_token
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ _WAIT_S = 0.2  # a signal takes as long, at most
     help="The publisher to follow, or file:/ROOT, a folder of versions.",
 )
 @token_file_option
-@plugin_option
+@plugin_option("engines")
 @click.option("--name", help="Name in reports. Default: host and process id.")
 @click.option(
     "--commit",

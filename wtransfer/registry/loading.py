@@ -35,7 +35,7 @@ from wtransfer.errors import (
     StallError,
     WTransferError,
 )
-from wtransfer.registry.discovery import CORE, Record, canonical, installed
+from wtransfer.registry.discovery import CORE, Record, canonical, digest_of, installed
 from wtransfer.registry.hooks import hookimpl
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ class Loader:
             nonlocal found, error
             try:
                 if place is None:
-                    found = _from_file(*record.value.rsplit(":", 1))
+                    found = _from_file(record)
                 else:
                     found = pkgutil.resolve_name(f"{place['module']}:{place['attr']}")
             except BaseException as raised:  # SystemExit, too: a plug-in must not end the process
@@ -247,26 +247,34 @@ class Loader:
         ) from error
 
 
-def _from_file(path: str, attr: str) -> object:
-    """Import a file as the module of its name, and return an object of it.
+def _from_file(record: Record) -> object:
+    """Import the file of a record, and return the object that the record names.
+
+    The module has a name of its own, which no other import can mean: a file may be called as a
+    module of Python is. Its code is that of the recorded digest, which peers compare.
 
     Raises:
-        ImportError: Another module of this name is imported.
+        ImportError: The file cannot be read, or has changed since its digest was recorded.
     """
-    name = Path(path).stem
+    path, _, attr = record.value.rpartition(":")
+    name = f"wtransfer_file_{re.sub(r'[^0-9A-Za-z]', '_', Path(path).stem)}_{record.version}"
     module = sys.modules.get(name)
     if module is None:
+        try:
+            content = Path(path).read_bytes()
+        except OSError as error:
+            problem = f"WTRANSFER_PLUGIN_FILES names a file that cannot be read: {error}"
+            raise ImportError(problem) from error
+        if digest_of(content) != record.version:
+            raise ImportError(f"{path} has changed since it was named: start the process again")
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
-        assert spec.loader is not None
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
         try:
-            spec.loader.exec_module(module)
+            exec(compile(content, path, "exec", dont_inherit=True), vars(module))  # noqa: S102
         except BaseException:
             del sys.modules[name]
             raise
-    elif getattr(module, "__file__", None) != path:
-        raise ImportError(f"a module {name!r} is imported already, {module!r}: rename the file")
     return getattr(module, attr)
 
 

@@ -22,7 +22,6 @@ of a file is the file's name, and its version a digest of the file.
 from __future__ import annotations
 
 import difflib
-import hashlib
 import logging
 import math
 import os
@@ -50,6 +49,7 @@ from wtransfer.registry.discovery import (
     Kind,
     Record,
     canonical,
+    digest_of,
     discover,
     fold,
     installed,
@@ -351,10 +351,13 @@ class Registry:
         record, *more = [each for each in usable if each.name == plain] or usable
         if more:
             values = ", ".join(f"{each.name!r} = {each.value!r}" for each in (record, *more))
+            mend = "only the distribution's author can mend it"
+            if record.origin == "file":
+                mend = f"they are two entries of {FILES}; keep one"
             raise PluginAmbiguousError(
                 f"The {self.kind.noun} {name!r} is declared more than once by "
                 f"{record.distribution} {record.version}: {values}. Write the name exactly as "
-                "declared; where two are equal, only the distribution's author can mend it.",
+                f"declared; where two are equal, {mend}.",
                 **{**record.facts, "name": name},
             )
         if distribution is None and record.origin == "built-in":
@@ -506,17 +509,16 @@ class Host:
         """Catalog of the installed backends, and of those in files that the operator names.
 
         Raises:
-            PluginSettingError: A variable cannot be read, or such a file cannot.
+            PluginSettingError: A variable cannot be read.
         """
         catalog = discover(self._distributions)
         for word, path, name in self.settings.files:
+            # Peers compare it: both must have the same file. A file that cannot be read costs its
+            # own name only: its import fails, and says why.
             try:
-                # Peers compare it: both must have the same file.
-                version = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-            except OSError as error:
-                raise PluginSettingError(
-                    f"{FILES} names {path}, which cannot be read: {error}"
-                ) from error
+                version = digest_of(path.read_bytes())
+            except OSError:
+                version = "unreadable"
             kind = self.registry(word).kind
             catalog.records.append(Record(kind, name, f"{path}:{name}", path.name, version, "file"))
         return catalog
@@ -570,18 +572,41 @@ def add_file(kind: str, place: str) -> str:
         The name of the backend: that of the class.
 
     Raises:
-        PluginSettingError: The place has another form, or there is no such file.
+        PluginSettingError: The place has another form, there is no such file, its path cannot stand
+            in the variable, or the name is another backend's.
     """
     found = re.fullmatch(r"(.+\.py):(\w+)", place)
-    if found is None or "," in place:
+    if found is None:
         raise PluginSettingError(
             f"{place!r} names no class of a file; expected for example ./my_engine.py:MyEngine"
         )
     path = Path(found[1]).resolve()
     if not path.is_file():
         raise PluginSettingError(f"there is no file {path}")
+    if "," in str(path) or not str(path).isprintable():
+        raise PluginSettingError(
+            f"the path {str(path)!r} has a comma or a control character, which {FILES} cannot hold"
+        )
+    name = found[2]
+    owner = _owner(host.registry(kind), name, path.name)
+    if owner is not None:
+        raise PluginSettingError(
+            f"{name!r} of {path} has the name of {owner}, which would be used: rename the class"
+        )
     known = _split(os.environ.get(FILES, ""))
-    entry = f"{kind}:{path}:{found[2]}"
-    os.environ[FILES] = ",".join(dict.fromkeys([*known, entry]))
+    os.environ[FILES] = ",".join(dict.fromkeys([*known, f"{kind}:{path}:{name}"]))
     host.reread()
-    return found[2]
+    return name
+
+
+def _owner(registry: Registry, name: str, file: str) -> str | None:
+    """Return what a name means already, unless that is a file or a pin chooses this one."""
+    if registry.registered(name):
+        return f"a {registry.kind.noun} that is registered at run time"
+    pin = host.settings.pins.get((registry.kind.word, fold(name)))
+    if pin is not None and canonical(pin) == canonical(file):
+        return None
+    for record, address, _ in registry.listed():
+        if record.origin != "file" and address is not None and fold(record.name) == fold(name):
+            return f"the {record.origin} {registry.kind.noun} {record}"
+    return None

@@ -80,7 +80,7 @@ HINTS = (
         "name",
         error=ConnectorOptionError,
     ),
-    Hint("a library is not installed here, or not under this name", error=ImportError),
+    Hint("a library is not installed here, or not under this name", error=ModuleNotFoundError),
     Hint(
         "the store of this test is full, which is no fault of the backend: give it more room",
         "No space left on device",
@@ -93,7 +93,8 @@ HINTS = (
         "nothing listens at the address that the options name", "Connection refused", is_sure=False
     ),
     Hint(
-        "a call waits without an end, for a lock, a peer or a server: give each a time-out",
+        "a call waits without an end, for a lock, a peer or a server: give each a time-out; or the "
+        "machine or store is slower: raise deadline_s",
         "has not returned in",
         is_sure=False,
     ),
