@@ -67,7 +67,9 @@ def test_peer_with_another_file_is_refused(site, engines):
     (site.root / "first_try.py").write_text("# changed\n")
     ours = engines().record("Engine")
     with pytest.raises(PluginIncompatibleError, match=r"first_try\.py .* on the trainer"):
-        ours.check_origin(theirs.distribution, theirs.version, "on the trainer")
+        ours.check_origin(
+            theirs.distribution, theirs.version, None, "on the trainer", engines().load
+        )
 
 
 def test_module_of_another_place_is_not_replaced(site, engines, monkeypatch):
