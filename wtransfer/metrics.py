@@ -116,6 +116,10 @@ class RoundCollector:
             ["side", "outcome", "error"],
             registry=None,
         )
+        if publisher is not None:
+            # At 0 from the start: the rate of a series does not show its first count.
+            for outcome in ("committed", "mixed", "verified", "aborted", "failed"):
+                self._ended.labels(_side(None), outcome, "")
         self._seconds = client.Histogram(
             "wtransfer_round_seconds",
             "Seconds by stage of the publisher",

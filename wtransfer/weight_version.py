@@ -82,7 +82,8 @@ def instance_fingerprint(versions: WeightVersions) -> str:
 
 
 _numbers = itertools.count(1)
-_FINGERPRINT = re.compile(r"(local:)?[0-9a-f]{32}")
+FINGERPRINT = re.compile(r"(local:)?[0-9a-f]{32}")
+"""Form of a fingerprint."""
 
 
 class ProcessWeights:
@@ -451,7 +452,7 @@ class Vouch:
 
 
 def _check_fingerprint(fingerprint: str) -> None:
-    if not isinstance(fingerprint, str) or not _FINGERPRINT.fullmatch(fingerprint):
+    if not isinstance(fingerprint, str) or not FINGERPRINT.fullmatch(fingerprint):
         raise ValueError(
             f"{fingerprint!r:.80} is no fingerprint: expected 32 hexadecimal digits, or 'local:' "
             "and 32 of them; process_weights.vouch(model) works one out"

@@ -151,6 +151,20 @@ def test_show_and_check_say_why_a_backend_is_not_usable_on_this_machine(cli, sit
     assert (f", not usable on this machine: {told}" in check) == (told is not None)
 
 
+@pytest.mark.parametrize(
+    ("more", "shown"),
+    [
+        ("    contract_version = '1.2'\n", "1.2"),
+        ("    contract_version = '1.2.3'\n", "not stated"),
+        ("    contract_version = '1.2'\nclass Engine(Engine): ...\n", "not stated"),
+    ],
+)
+def test_show_tells_the_contract_that_a_backend_states_itself(cli, site, more, shown):
+    (site / "acme_engine.py").write_text(ENGINE + more)
+    (card,) = json.loads(cli("plugins", "show", "acme", "--json").stdout)
+    assert card["declared"]["contract_version"] == shown
+
+
 def test_show_of_a_broken_backend_prints_the_whole_error(cli):
     done = cli("plugins", "show", "bad")
     assert done.returncode == 1

@@ -24,13 +24,14 @@ from wtransfer.cli import main
 from wtransfer.commands.status import DIFFERS, UNREACHABLE
 from wtransfer.testing.fleet import Fleet
 from wtransfer.transport.channel import Listener, random_address
-from wtransfer.weight_sync.messages import CODEC
+from wtransfer.weight_sync.messages import CODEC, FleetStatus
 from wtransfer.weight_sync.trainer.source import StateDictSource
 
 PARTS = runpy.run_path(str(Path(__file__).parents[1] / "flows" / "http_worker.py"))
 WorkerProcess, WEIGHTS = PARTS["WorkerProcess"], PARTS["WEIGHTS"]
 TOKEN = secrets.token_hex(16)
 USAGE = 2
+OTHER = "0" * 32
 
 
 @pytest.fixture(autouse=True)
@@ -111,11 +112,13 @@ def test_probe_tells_by_its_exit_code_whether_these_weights_are_served(start):
     worker = start("--name", "w0").until_ready()
     with Publisher(WEIGHTS, hosts=[worker.url], token=TOKEN) as publisher:
         fingerprint = publisher.publish("v1").fingerprint
-        for ready, code in ((fingerprint, 0), ("another", DIFFERS)):
-            for place in (["--to", worker.url], ["--join", publisher.address]):
-                done = status("--ready", ready, *place)
-                assert (done.exit_code, done.stdout) == (code, "")
-                assert (f"w0  not ready: serving, holds {fingerprint}" in done.stderr) == bool(code)
+        for ready, code in ((fingerprint, 0), (OTHER, DIFFERS)):
+            done = status("--ready", ready, to=[worker])
+            assert (done.exit_code, done.stdout) == (code, "")
+            assert (f"w0  not ready: serving, holds {fingerprint}" in done.stderr) == bool(code)
+        # Paused or not, it does not know.
+        done = status("--ready", fingerprint, "--join", publisher.address, to=[worker])
+        assert (done.exit_code, "does not know of pauses" in done.stderr) == (USAGE, True)
     worker.ask(b"POST /pause\r\n\r\n")
     done = status("--ready", fingerprint, to=[worker])
     assert (done.exit_code, "paused (abort)" in done.stderr) == (DIFFERS, True)
@@ -172,6 +175,22 @@ def test_last_error_of_a_round_and_of_its_worker_are_shown():
         assert "last error: " in status("--join", fleet.publisher.address).stdout
 
 
+def test_what_a_publisher_says_cannot_steer_a_terminal():
+    said = FleetStatus("v1", "\x1b[2J", [], [], {}, None, None)
+    listener = Listener(
+        CODEC,
+        address=random_address(),
+        token=TOKEN,
+        on_open=lambda _connection: None,
+        on_message=lambda connection, _message: connection.send(said),
+        on_close=lambda _connection, _error: None,
+        deadline_s=5.0,
+    )
+    done = status("--join", listener.address)
+    listener.close()
+    assert (done.exit_code, done.stdout.count("\x1b"), "[2J" in done.stdout) == (0, 0, True)
+
+
 class LabelOnly(BaseHTTPRequestHandler):
     """A stand-in for vLLM's server: it tells its label, and asks for no token."""
 
@@ -210,7 +229,7 @@ def test_serving_engines_that_tell_a_label_alone_are_compared_by_it(serve, label
     urls = [serve(label) for label in labels]
     assert document(to=urls)["code"] == code
     # Its weights may be others: a label is no proof.
-    assert status("--ready", "v1", to=urls).exit_code == DIFFERS
+    assert status("--ready", OTHER, to=urls).exit_code == DIFFERS
 
 
 def test_answers_that_are_no_worker_s_are_no_state(serve):
@@ -267,6 +286,9 @@ def test_wrong_token_and_no_publisher_are_told_apart(monkeypatch):
         (["--to", "somewhere"], "no worker's URL"),
         (["--join", "unix:@x", "--token-file", "/nowhere"], "token file '/nowhere'"),
         (["--join", "unix:@x", "--watch", "--json"], "--watch is for people"),
+        (["--join", "unix:@x", "--ready", OTHER], "ask the workers by --to"),
+        (["--to", "unix:@x", "--ready", ""], "is no fingerprint"),
+        (["--to", "unix:@x", "--ready", "v1"], "is no fingerprint"),
     ],
 )
 def test_usage_errors(arguments, text):

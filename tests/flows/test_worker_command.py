@@ -92,10 +92,12 @@ CLOCK = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
 
 
 def test_worker_command_says_what_it_waits_for_and_when_that_is_there(start, tmp_path):
-    folder = tmp_path / "typo"
+    folder = tmp_path / "ty\x1b[2Jpo"
     missing = start("--join", f"file:{folder}")
     address = f"unix:@wt-test-{secrets.token_hex(8)}"
-    worker = start("-v", "--join", address, token="shared")
+    worker = start("--log-level", "info", "--join", address, token="shared")
+    # It cannot steer a terminal.
+    folder = tmp_path / r"ty\x1b[2Jpo"
     missing.until_it_says(f"waiting for file:{folder}: {folder} does not exist; is the path right?")
     worker.until_it_says(f"waiting for {address}: it is not reached; is it there?")
     with Publisher(WEIGHTS, token="shared", listen=address) as publisher:

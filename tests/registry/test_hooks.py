@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import sys
 import threading
@@ -141,6 +142,36 @@ def test_observer_that_hangs_is_left_behind_and_named_and_the_others_are_notifie
     while hanging.num_called == 1:
         board.notify_within(5.0, "wtransfer_weights_committed", **COMMIT)
     assert hanging.num_called == 2
+
+
+def test_observer_that_hangs_is_notified_in_a_forked_child(board):
+    hanging = Hanging()
+    board.register(hanging)
+    board.notify_within(0.05, "wtransfer_weights_committed", **COMMIT)
+    pid = os.fork()
+    if pid == 0:
+        hanging.gate.set()
+        board.notify_within(5.0, "wtransfer_weights_committed", **COMMIT)
+        os._exit(hanging.num_called)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
+    hanging.gate.set()
+    assert hanging.over.wait(5.0)
+
+
+def test_observer_that_gets_no_thread_is_left_out_and_named(board, caplog, monkeypatch):
+    observer = Observer()
+    board.register(observer)
+    with monkeypatch.context() as patched:
+
+        def refuse(_thread):
+            raise RuntimeError("can't start new thread")
+
+        patched.setattr(threading.Thread, "start", refuse)
+        board.notify_within(5.0, "wtransfer_weights_committed", **COMMIT)
+    assert observer.notified == []
+    assert f"is kept from {Observer.__module__}.Observer: can't start new thread" in caplog.text
+    board.notify_within(5.0, "wtransfer_weights_committed", **COMMIT)
+    assert observer.notified == ["v"]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from wtransfer.errors import PluginIncompatibleError
-from wtransfer.registry.discovery import ENGINES, Record
+from wtransfer.registry.discovery import ENGINES, Record, contract_of
 
 
 class Plain: ...
@@ -28,9 +28,22 @@ def test_releases_of_one_contract_agree_whatever_their_versions():
     check("0.9", "1.0", Stated)
 
 
-def test_equal_versions_agree_without_a_look_at_the_class():
+def test_equal_versions_agree_where_a_side_states_no_contract():
     record = Record(ENGINES, "fast", "acme:Fast", "acme-wt", "1.2.3", "discovered")
-    record.check_origin("acme-wt", "1.2.3", "2.0", "on the trainer", pytest.fail)
+    record.check_origin("acme-wt", "1.2.3", None, "on the trainer", pytest.fail)
+    check("1.2.3", "1.0", Plain)
+    check("1.2.3", "1.0", Derived)
+    check("1.2.3", "1.0", Stated)
+
+
+def test_equal_versions_of_two_contracts_are_refused():
+    with pytest.raises(PluginIncompatibleError, match=r"here \(contract 1\.0, there 1\.1\)"):
+        check("1.2.3", "1.1", Stated)
+
+
+@pytest.mark.parametrize("stated", ["1", "1.0.2", "1.0\n", "v1.0", "", 1.0, None])
+def test_what_is_no_major_minor_is_no_contract(stated):
+    assert contract_of(type("Engine", (), {"contract_version": stated})) is None
 
 
 @pytest.mark.parametrize(

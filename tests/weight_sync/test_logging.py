@@ -26,6 +26,8 @@ def test_every_logger_is_named_by_its_module():
         for call in re.findall(r"getLogger\((.*?)\)", path.read_text("utf-8"))
     ]
     assert len(calls) > 20
+    # The kit listens to the logger of the backend that it tests.
+    calls.remove(("kit.py", "self._logger_name("))
     assert [each for each in calls if "__name__" not in each[1]] == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 
@@ -13,6 +14,7 @@ from wtransfer.errors import (
     DigestMismatchError,
     EngineError,
     PeerError,
+    PeerLostError,
     StallError,
 )
 from wtransfer.manifest import KeptPiece, Manifest, Piece, fingerprint
@@ -678,7 +680,10 @@ def test_whatever_workers_say_an_observer_gets_it_cut(publisher, rogue_worker_of
 
 def test_observer_joins_nothing_and_gets_one_answer(publisher, rogue_worker):
     observer = rogue_worker()
-    observer.say(Observe(), Observe(), observer.hello)
+    observer.say(Observe())
+    # The answer to the first closes the connection, at once perhaps: these may come too late.
+    with contextlib.suppress(PeerLostError):
+        observer.say(Observe(), observer.hello)
     assert observer.mail.expect(FleetStatus).workers == []
     observer.mail.closed.get(timeout=PATIENCE_S)
     assert observer.mail.messages.empty()

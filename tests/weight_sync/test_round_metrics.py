@@ -118,6 +118,12 @@ def test_an_aborted_round_is_counted_by_its_error_and_changes_nothing_else(fleet
     assert after["wtransfer_workers_current",] == 1
 
 
+def test_outcomes_of_the_publisher_are_counted_from_zero(fleet, weights, scraped):
+    read = scraped(fleet(weights).publisher)()
+    for outcome in ("committed", "mixed", "verified", "aborted", "failed"):
+        assert read["wtransfer_rounds_ended_total", "", outcome, "trainer"] == 0
+
+
 def test_a_mixed_round_shows_in_the_workers_that_hold_its_version(fleet, weights, scraped, join):
     made = fleet(weights)
     broken = join(made)

@@ -16,7 +16,15 @@ import click
 
 from wtransfer.commands.options import options_of
 from wtransfer.errors import PluginError, PluginTypeError, UnknownBackendError
-from wtransfer.registry.discovery import CORE, DISCOVERED, ENGINES, HOSTS, SPECS, installed
+from wtransfer.registry.discovery import (
+    CORE,
+    DISCOVERED,
+    ENGINES,
+    HOSTS,
+    SPECS,
+    contract_of,
+    installed,
+)
 from wtransfer.registry.resolve import Listed, Registry, add_file, host
 from wtransfer.scaffold import GROUPS, create
 
@@ -365,6 +373,9 @@ def _card(
         return {**row, **_failure(error, with_traceback)}
     missing = _missing(cls)
     declared = {each: _plain(getattr(cls, each)) for each in DECLARED if hasattr(cls, each)}
+    if "contract_version" in declared:
+        # What is inherited is not stated.
+        declared["contract_version"] = contract_of(cls) or "not stated"
     hosts = _in_hosts(record, getattr(cls, "example_options", {}))
     return {
         **row,

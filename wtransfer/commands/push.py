@@ -23,8 +23,7 @@ from wtransfer.commands.shared import (
     deadline_option,
     end_signals,
     given_token,
-    logging_options,
-    printable,
+    logging_option,
     table,
     token_file_option,
 )
@@ -41,6 +40,7 @@ from wtransfer.errors import (
 )
 from wtransfer.registry.option import plugin_option
 from wtransfer.weight_sync.http.client import parse_url
+from wtransfer.weight_sync.report import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -106,7 +106,7 @@ _NUM_TEXT_COLUMNS = 5
     show_default=True,
     help="Effect of NaN or infinity in the weights; allow skips the check.",
 )
-@logging_options
+@logging_option
 def push(**arguments: Any) -> None:
     """Bring the weights of the checkpoint DIR into running workers, all or nothing.
 

@@ -43,11 +43,6 @@ def given_token(token_file: str | None) -> str | None:
     return resolve_token(None, {"WTRANSFER_TOKEN_FILE": token_file})
 
 
-def printable(text: str) -> str:
-    """Return a text as one line that cannot steer a terminal: control characters are escaped."""
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
-
-
 def table(rows: Sequence[Sequence[str]], num_text_columns: int) -> Iterator[str]:
     """Yield the lines of a table.
 
@@ -64,19 +59,18 @@ def table(rows: Sequence[Sequence[str]], num_text_columns: int) -> Iterator[str]
         yield "  ".join(cells).rstrip()
 
 
-def logging_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add ``-v`` and ``--log-level``, which write the package's log to standard error."""
+def logging_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--log-level``, which writes the package's log to standard error."""
 
-    def begin(context: click.Context, parameter: click.Parameter, value: Any) -> None:
+    def begin(context: click.Context, _parameter: click.Parameter, value: str | None) -> None:
         if not value or context.resilient_parsing:
             return
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter(LOG_FORMAT))
-        level = logging.INFO if parameter.name == "verbose" else value.upper()
         log = logging.getLogger(__name__.partition(".")[0])
         before = log.level
         log.addHandler(handler)
-        log.setLevel(level)
+        log.setLevel(value.upper())
 
         def end() -> None:
             log.removeHandler(handler)
@@ -84,17 +78,13 @@ def logging_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
         context.call_on_close(end)
 
-    level = click.option(
+    return click.option(
         "--log-level",
         type=click.Choice(["debug", "info", "warning", "error"]),
         expose_value=False,
         callback=begin,
         help="Write the log to standard error, from this level on.",
-    )
-    verbose = click.option(
-        "-v", "--verbose", is_flag=True, expose_value=False, callback=begin, help="The same: info."
-    )
-    return level(verbose(command))
+    )(command)
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

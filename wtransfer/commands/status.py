@@ -18,13 +18,14 @@ from wtransfer.commands.shared import (
     EndSignal,
     end_signals,
     given_token,
-    printable,
     table,
     token_file_option,
 )
 from wtransfer.errors import AddressError, AuthenticationError, ProtocolError
 from wtransfer.transport.address import parse_address
 from wtransfer.weight_sync.http.client import HttpClient, parse_url
+from wtransfer.weight_sync.report import printable
+from wtransfer.weight_version import FINGERPRINT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 DIFFERS = 1
 """Exit code: the versions differ, a worker is empty, or one is not ready."""
 UNREACHABLE = 3
-"""Exit code: a publisher or host did not answer, or has no worker."""
+"""Exit code: a publisher or host did not answer."""
 
 EMPTY_LABEL = "empty"
 """Label of a server of vLLM that has wtransfer and whose weights have no name."""
@@ -86,13 +87,20 @@ def status(
     A publisher knows every worker that has joined; a worker knows itself; a server of vLLM knows
     its label. The token comes from --token-file or WTRANSFER_TOKEN. The exit code is 0 if all hold
     one version, 1 if versions differ or a worker is empty, 3 if all that answered agree and a
-    publisher or host did not answer, 2 on a usage error. With --ready it is 0 only if all serve the
-    fingerprint.
+    publisher or host did not answer, 2 on a usage error. With --ready, which asks workers by --to
+    alone, it is 0 only if all serve the fingerprint.
     """
     if join is None and not hosts:
         raise click.UsageError("give a publisher (--join ADDRESS), workers (--to URL), or both")
     if watch and (as_json or ready is not None):
         raise click.UsageError("--watch is for people: omit it, --json and --ready look once")
+    if ready is not None and join is not None:
+        raise click.UsageError("a publisher does not know of pauses; ask the workers by --to")
+    if ready is not None and not FINGERPRINT.fullmatch(ready):
+        raise click.UsageError(
+            f"--ready {ready!r:.80} is no fingerprint: expected 32 hexadecimal digits, as the "
+            "report of a push has them"
+        )
     try:
         token = given_token(token_file)
         for each in hosts:
@@ -180,8 +188,7 @@ class _Fleet:
             wrong = [each for each in self.workers if each.state == "empty"]
         if wrong or (ready is None and self.differs):
             return DIFFERS
-        # A publisher without workers serves nothing.
-        return UNREACHABLE if self.unreachable or (ready and not self.workers) else 0
+        return UNREACHABLE if self.unreachable else 0
 
     def document(self, ready: str | None) -> dict[str, Any]:
         publisher = self.publisher
@@ -202,7 +209,8 @@ class _Fleet:
         publisher = self.publisher
         if publisher is not None:
             held = f"{publisher.version!r} {publisher.fingerprint}"
-            yield f"publisher {self.address}: {held if publisher.version else 'no version yet'}"
+            held = held if publisher.version else "no version yet"
+            yield printable(f"publisher {self.address}: {held}")
             if (now := publisher.round) is not None:
                 what = "catch-up" if now.is_catch_up else "round"
                 yield printable(

@@ -24,7 +24,7 @@ from wtransfer.commands.shared import (
     deadline_option,
     end_signals,
     given_token,
-    logging_options,
+    logging_option,
     token_file_option,
 )
 from wtransfer.errors import (
@@ -36,6 +36,7 @@ from wtransfer.errors import (
 )
 from wtransfer.registry.option import plugin_option
 from wtransfer.transport.handshake import new_token
+from wtransfer.weight_sync.report import printable
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -84,7 +85,7 @@ _WAIT_S = 0.2  # a signal takes as long, at most
     help="Take updates in another floating dtype than the checkpoint's, such as float32 masters.",
 )
 @deadline_option
-@logging_options
+@logging_option
 def worker(
     *,
     checkpoint: Path,
@@ -191,7 +192,8 @@ class _Joined:
     def _say(self, word: str, why: str = "") -> None:
         if word != self._said:
             text = f": {why}" if why else ""
-            click.echo(f"{time.strftime(_CLOCK)}  {word} {self._address}{text}")
+            # A refusal is the publisher's text.
+            click.echo(printable(f"{time.strftime(_CLOCK)}  {word} {self._address}{text}"))
             self._said = word
 
 

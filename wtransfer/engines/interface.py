@@ -221,8 +221,8 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
     having passed the kit."""
     contract_version: ClassVar[str | None] = None
     """``major.minor`` of what trainer and workers exchange: infos, and bytes on their way. Releases
-    of one distribution that state the same work together; None: only equal versions do. Not
-    inherited."""
+    of one distribution that state the same work together; None: only equal versions do. It is
+    compared as a whole: 1.0 and 1.1 are two contracts. Not inherited."""
     allocates: ClassVar[bool] = False
     """True if tensors that stay valid for the round lie in memory that the engine takes for them:
     there must then be room for the update before its plan is accepted."""

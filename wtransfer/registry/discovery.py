@@ -157,31 +157,34 @@ class Record:
         """Raise unless another process has this backend from the same place.
 
         The sides of a backend exchange data in their author's own format. Two versions of one
-        distribution understand each other where both state one `contract_version`; without one the
-        versions must be equal: one sentence before the first byte is better than an error in the
-        middle of the data. Of a class of a file the versions must be equal whatever it states: a
-        file that is edited between two tries makes no releases.
+        distribution understand each other where both state one `contract_version`, which is
+        compared as a whole; without one the versions must be equal: one sentence before the first
+        byte is better than an error in the middle of the data. Equal versions of two contracts,
+        as in a tree under work, do not understand each other. Of a class of a file the versions
+        must be equal whatever it states: a file that is edited between two tries makes no releases.
 
         Args:
             distribution: Distribution there; None where a program provided it, which passes.
             version: Version of that distribution.
             contract: Contract that the backend states there; None: it states none.
             where: Place of that process, as in "on the trainer".
-            cls: Returns the backend's class here; called where the versions differ.
+            cls: Returns the backend's class here; called where the other side states a contract.
 
         Raises:
             PluginIncompatibleError: The distribution or the contract is another one, or the version
                 where a side states no contract.
         """
         theirs, ours = (distribution, version), (self.distribution, self.version)
-        if None in (*theirs, *ours) or theirs == ours:
+        if None in (*theirs, *ours):
             return
-        stated, advice = "", "the same distribution and version"
+        stated, advice, own = "", "the same distribution and version", None
         is_same = canonical(distribution) == canonical(self.distribution)
-        if contract is not None and is_same and self.origin != "file":
+        is_stated = contract is not None and is_same and self.origin != "file"
+        if is_stated:
             own = contract_of(cls())
-            if own == contract:
-                return
+        if theirs == ours if own is None else own == contract:
+            return
+        if is_stated:
             stated = f" (contract {own or 'not stated'}, there {contract})"
             advice = "releases of one contract"
         raise PluginIncompatibleError(
@@ -215,10 +218,13 @@ class Catalog:
 def contract_of(cls: type) -> str | None:
     """Return the ``major.minor`` of what the sides of a backend exchange; None: it states none.
 
+    Anything of another form is no contract.
+
     A class does not inherit it: one that derives from a backend exchanges what its author decides.
     """
     stated = vars(cls).get("contract_version")
-    return stated if isinstance(stated, str) else None
+    is_contract = isinstance(stated, str) and re.fullmatch(r"\d+\.\d+", stated, re.ASCII)
+    return stated if is_contract else None
 
 
 def digest_of(content: bytes) -> str:

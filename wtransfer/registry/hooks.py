@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import logging
+import os
 import sys
 import threading
 import time
@@ -194,8 +195,8 @@ class PluginManager(pluggy.PluginManager):
         super().__init__(PROJECT)
         self.add_hookspecs(sys.modules[__name__])
         self._lock = threading.RLock()
-        self._overdue: dict[int, tuple[object, Call]] = {}
-        """Identity of an observer -> itself, and its call that was given up."""
+        self._overdue: dict[int, tuple[object, Call, int]] = {}
+        """Identity of an observer -> itself, its call that was given up, and its process."""
         self._callers: dict[threading.Thread, threading.Thread] = {}
         """Thread of an observer -> the thread that waits for it."""
 
@@ -336,7 +337,7 @@ class PluginManager(pluggy.PluginManager):
             begun = time.monotonic()
             try:
                 make(observer.plugin, observe)
-            except _OverdueError as error:
+            except _SkippedError as error:
                 logger.error("%s %s", hook_name, error)  # noqa: TRY400  # the frames are ours
                 continue
             # CancelledError and pytest's outcomes are no Exception.
@@ -357,11 +358,14 @@ class PluginManager(pluggy.PluginManager):
         """Call an observer on a thread of its own, and wait for it.
 
         Raises:
-            _OverdueError: It has not returned in time, or has not yet from an earlier call.
+            _SkippedError: It has not returned in time, or has not yet from an earlier call, or no
+                thread can be started for it.
         """
         earlier = self._overdue.get(id(plugin))
-        if earlier is not None and not earlier[1].done.is_set():
-            raise _OverdueError(f"is kept from {_named(plugin)}, which has not returned yet")
+        # A fork()ed child has the call and not its thread.
+        is_here = earlier is not None and earlier[2] == os.getpid()
+        if earlier is not None and is_here and not earlier[1].done.is_set():
+            raise _SkippedError(f"is kept from {_named(plugin)}, which has not returned yet")
         context, caller, own = contextvars.copy_context(), threading.current_thread(), []
 
         def run() -> None:
@@ -375,15 +379,17 @@ class PluginManager(pluggy.PluginManager):
         call = Call(run)
         try:
             call.start("wtransfer-observer")
-        except RuntimeError:
-            # At the end of the interpreter.
+        except RuntimeError as error:
+            # Here it would have no bound. At the end of the interpreter there is no other place.
+            if not sys.is_finalizing():
+                raise _SkippedError(f"is kept from {_named(plugin)}: {error}") from error
             call.run()
         if not call.done.wait(within_s):
             for thread in own:
                 # No one waits for it any more: it may wait for the round.
                 self._callers.pop(thread, None)
-            self._overdue[id(plugin)] = plugin, call
-            raise _OverdueError(f"has not returned within {within_s:g} s from {_named(plugin)}")
+            self._overdue[id(plugin)] = plugin, call, os.getpid()
+            raise _SkippedError(f"has not returned within {within_s:g} s from {_named(plugin)}")
         self._overdue.pop(id(plugin), None)
         try:
             call.outcome()
@@ -398,8 +404,8 @@ class PluginManager(pluggy.PluginManager):
                 yield options.get("specname") or name, options
 
 
-class _OverdueError(StallError):
-    """An observer has not returned; the text names it."""
+class _SkippedError(StallError):
+    """An observer has not returned, or was not called; the text names it."""
 
 
 def _named(plugin: object) -> str:

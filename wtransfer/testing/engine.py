@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import socket
 import threading
 import time
@@ -36,6 +35,7 @@ from wtransfer.config import ParallelConfig, WeightTransferConfig
 from wtransfer.deadline import Deadline
 from wtransfer.engines.factory import WeightTransferTrainerFactory
 from wtransfer.errors import RoundAbortedError, WTransferError
+from wtransfer.registry.discovery import contract_of
 from wtransfer.registry.resolve import registry
 from wtransfer.testing.contents import TRAVELLING_DTYPES, contents, random_tensor
 from wtransfer.testing.faults import Fault, Faults
@@ -623,9 +623,9 @@ class EngineConformance(ConformanceKit):
         assert devices, "devices names at least one device type"
         assert all(isinstance(device, str) for device in devices)
         assert isinstance(getattr(worker_cls, "writes_after_return", True), bool)
-        contract = getattr(worker_cls, "contract_version", None)
-        is_stated = isinstance(contract, str) and re.fullmatch(r"\d+\.\d+", contract)
-        assert contract is None or is_stated, "contract_version is 'major.minor', such as '1.0'"
+        is_none = vars(worker_cls).get("contract_version") is None
+        is_stated = is_none or contract_of(worker_cls) is not None
+        assert is_stated, "contract_version is 'major.minor', such as '1.0'"
         assert isinstance(getattr(worker_cls, "multi_host", False), bool)
         assert isinstance(getattr(worker_cls, "needs_generation", False), bool)
         assert isinstance(worker_cls.init_info_cls, type)

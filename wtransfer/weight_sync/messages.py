@@ -384,7 +384,8 @@ class FleetStatus(msgspec.Struct, frozen=True):
     round: RoundStatus | None
     """The round under way; None: there is none."""
     last_error: str | None
-    """Why the last round was ended, or is mixed; None if every worker of it has committed."""
+    """Why the last round was ended, or is mixed; None if every worker of it has committed. A
+    catch-up of late workers changes nothing here."""
 
     def num_entries(self) -> int:
         """Entries, for the frame's limit."""

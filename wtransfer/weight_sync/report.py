@@ -16,6 +16,11 @@ _NUM_NAMED = 4
 """Workers that an error names; its report has all."""
 
 
+def printable(text: str) -> str:
+    """Return a text as one line that cannot steer a terminal: control characters are escaped."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
 @dataclass(frozen=True)
 class WorkerInfo:
     """A worker as its publisher knows it."""

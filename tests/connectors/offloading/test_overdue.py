@@ -274,6 +274,8 @@ def test_preempted_request_does_not_wait_for_a_spec_that_stalls(engine, caplog):
 
 
 def test_host_without_holds_lets_the_request_wait_and_the_spec_is_named(sides, caplog):
+    # The spec is named at INFO as well, when it is made.
+    caplog.set_level(logging.WARNING, "wtransfer")
     rig = sides("OffloadingConnector", **SPEC)
     spec = rig.workers[0].side._made
     request, again = _request("r"), _request("s")

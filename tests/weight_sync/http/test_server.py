@@ -277,6 +277,9 @@ def test_readiness_is_of_the_weights_that_are_asked_for(worker, http, weights):
     with Publisher(weights, hosts=[worker.address], host_token=TOKEN) as publisher:
         fingerprint = publisher.publish("v1").fingerprint
     assert [ready(), ready(fingerprint=fingerprint), ready(fingerprint="other")] == [200, 200, 503]
+    # A slip would else be an answer about any weights.
+    answer = http.get("/readyz", params={"fingerpint": fingerprint})
+    assert (answer.status_code, "'fingerpint'" in answer.text) == (400, True)
     http.post("/pause")
     assert [ready(), ready(fingerprint=fingerprint)] == [503, 503]
     http.post("/resume")

@@ -91,6 +91,22 @@ def test_joiner_after_a_failed_round_gets_the_committed_version(
     assert (late.session.version, late.contents) == ("v1", committed)
 
 
+def test_a_failed_publish_is_told_after_a_late_worker_is_up_to_date(fleet, faults, weights, until):
+    WeightTransferEngineFactory.register_engine("tests-told", faults.wrap("shm"))
+    made = fleet(weights, engine="tests-told")
+    made.join()
+    assert made.publish("v1").ok
+    weights["layer.0"] += 1
+    faults.arm(Fault("flip", tensor=1))
+    with pytest.raises(DigestMismatchError):
+        made.publish("v2")
+    failed = made.publisher.status().last_error
+    assert failed is not None
+    assert made.join().session.commit_pending(5.0)
+    until(lambda: made.publisher.status().round is None)
+    assert made.publisher.status().last_error == failed
+
+
 @pytest.mark.slow
 def test_a_plan_beyond_the_limit_of_a_message_ends_the_round_with_limit_error(fleet):
     # Naming so many tensors alone may take seconds.

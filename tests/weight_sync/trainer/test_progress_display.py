@@ -151,6 +151,38 @@ def test_rate_and_time_left_count_from_the_first_byte_that_was_seen(capsys, monk
     assert capsys.readouterr().err == ""
 
 
+class Named:
+    """A stand-in for a round of a worker by its host's name and its own."""
+
+    phase, nbytes, failed = "transfer", 2 * MB, False
+
+    def __init__(self, host, name):
+        self.host_by_worker, self.name = {name: host}, name
+
+    def progress(self):
+        return {self.name: MB}
+
+
+@pytest.mark.parametrize(
+    ("host", "name", "shown"),
+    [
+        ("http://[fe80::1]:8000", "w", "http://[fe80::1]:8000 (w)"),
+        ("unix:@x", "[/x]", "unix:@x ([/x])"),
+        ("unix:@x", "\x1b]0;w\x07", r"unix:@x (\x1b]0;w\x07)"),
+    ],
+)
+def test_hosts_and_names_are_shown_as_they_are_and_cannot_steer_a_terminal(
+    host, name, shown, capsys, monkeypatch
+):
+    screen = io.StringIO()
+    with Bars(Console(file=screen, width=120)) as bars:
+        bars.show(Named(host, name))
+    assert shown in screen.getvalue()
+    monkeypatch.setattr(f"{DISPLAY}._FIRST_LINE_S", 0.0)
+    Lines().show(Named(host, name))
+    assert f" at {shown}" in capsys.readouterr().err
+
+
 class Screen:
     """A terminal, and all that was written to it."""
 

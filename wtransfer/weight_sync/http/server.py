@@ -520,6 +520,9 @@ class _Routes:
         return JSONResponse({"state": state}, 503 if state == "empty" else 200)
 
     async def _readyz(self, request: Request) -> JSONResponse:
+        if unknown := set(request.query_params) - {"fingerprint"}:
+            name = min(unknown)
+            raise ProtocolError(f"/readyz has no parameter {name[:80]!r}, but fingerprint alone")
         wanted = request.query_params.get("fingerprint")
         status = self._session.status()
         is_held = wanted in (None, status.fingerprint)

@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from wtransfer.calls import INTERRUPT_GRACE_S, start_call
+from wtransfer.weight_sync.report import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,7 +76,10 @@ def _show(round_: Round) -> None:
 
 
 def staged(round_: Round) -> dict[str, int]:
-    """Return the bytes that each worker has, by its name, beside its host as the user wrote it."""
+    """Return the bytes that each worker has, by its name, beside its host as the user wrote it.
+
+    Names are `printable`.
+    """
     progress = round_.progress()
     # Before `prepare` every worker has received everything; its last message may say less.
     verified = round_.phase in ("prepare", "commit") or (
@@ -83,7 +87,9 @@ def staged(round_: Round) -> dict[str, int]:
     )
     hosts = round_.host_by_worker
     return {
-        f"{hosts[name]} ({name})" if name in hosts else name: round_.nbytes if verified else nbytes
+        printable(f"{hosts[name]} ({name})" if name in hosts else name): (
+            round_.nbytes if verified else nbytes
+        )
         for name, nbytes in progress.items()
     }
 
@@ -108,7 +114,8 @@ class Bars:
 
         self._tasks: dict[str, TaskID] = {}
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            # Names are text: a host in brackets is no style.
+            TextColumn("{task.description}", markup=False),
             TextColumn("{task.fields[phase]}", style="dim"),
             BarColumn(bar_width=20),
             TaskProgressColumn(),

@@ -745,8 +745,10 @@ class Publisher:
                 report, error = round_.report, round_.failure
                 if error is None and report is not None and not report.ok:
                     error = commit_error(report)
-                said = None if error is None else clipped(str(error), MAX_OBSERVED_NBYTES)
-                self._last_error = said
+                # A resend proves what was published before, and says nothing of a later publish.
+                if not round_.is_resend:
+                    said = None if error is None else clipped(str(error), MAX_OBSERVED_NBYTES)
+                    self._last_error = said
                 if not round_.failed and not round_.dry_run:
                     if round_.is_resend:
                         self._catch_up.ended(round_)
