@@ -24,6 +24,7 @@ from wtransfer.testing.fleet import committing
 from wtransfer.weight_sync.worker.target import StateDictTarget
 
 import wtransfer_trl
+from wtransfer_trl.policy_sync import PolicySync
 
 TOKEN = "0123456789abcdef" * 4
 
@@ -242,6 +243,20 @@ class Gathered:
                 raise RuntimeError("out of memory")
             self.read.append(name)
             yield name, tensor
+
+
+def test_update_that_fails_is_told_by_its_cause_also_where_vllm_says_no_more_what_it_holds(caplog):
+    def ended():
+        raise RuntimeError("the engine has ended")
+
+    served = tensors(0.0)
+    with serving(served) as server:
+        policy = PolicySync(url_of(server), on_error="keep", return_s=5, held=ended)
+        with closing(policy):
+            policy.update(None, {"a": torch.ones(4, 3), "c": torch.ones(5)}.items())
+    assert "update trl-1 failed" in caplog.text
+    assert "the engine has ended" in caplog.text
+    assert same(served, tensors(0.0))
 
 
 @pytest.mark.parametrize("refused", [False, True])

@@ -73,7 +73,15 @@ class PolicyLLM(LLM):
                 except RuntimeError as error:
                     logger.warning("a policy that waited was not loaded: %s", error)
             is_lost = self._label() == EMPTY_LABEL and self._sync.version is not None
-            if not is_lost or time.monotonic() > end:
+            if not is_lost:
+                return
+            if time.monotonic() > end:
+                logger.warning(
+                    "%s, lost in sleep, did not come back in %g s: the update that follows has no "
+                    "policy to go back to",
+                    self._sync.version,
+                    self._deadline_s,
+                )
                 return
             with self._client.opened():
                 time.sleep(LOOK_S)

@@ -185,7 +185,11 @@ class PolicySync:
         """Return the number of the update that vLLM holds; 0: of none."""
         if self._held is None:
             return int(self._of_last["wtransfer/version"])
-        number = self._held().removeprefix(LABEL)
+        try:
+            number = self._held().removeprefix(LABEL)
+        except Exception as error:  # an engine that has ended hides no cause of that
+            logger.warning("vLLM does not say which policy it holds: %s", error)
+            return int(self._of_last["wtransfer/version"])
         return int(number) if number.isdecimal() else 0
 
     @property
