@@ -211,7 +211,7 @@ class ConformanceKit:
         Raises:
             AssertionError: They take more than `HANGS_AFTER` times `deadline_s`.
         """
-        made, bound_s = start_call(call, "wtransfer-kit"), HANGS_AFTER * self.deadline_s
+        made, bound_s = start_call(call, "kit"), HANGS_AFTER * self.deadline_s
         if not made.done.wait(bound_s):
             self._note_hang()
             raise AssertionError(f"{what} has not returned in {bound_s:g} s")
@@ -225,7 +225,7 @@ class ConformanceKit:
         that still runs may hold it up.
         """
         if self._has_hung:
-            start_call(end, "wtransfer-kit").done.wait(self.deadline_s)
+            start_call(end, "kit").done.wait(self.deadline_s)
         else:
             self.run_bounded(end, what)
 
