@@ -626,8 +626,7 @@ class TierConformance(ConformanceKit):
 
         # The threads of an executor would keep a process, whose tier hangs, from its end.
         calls = [
-            start_call(functools.partial(work, number), "kit")
-            for number in range(NUM_THREADS)
+            start_call(functools.partial(work, number), "kit") for number in range(NUM_THREADS)
         ]
         for call in calls:
             call.done.wait()
