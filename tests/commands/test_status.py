@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import runpy
@@ -22,10 +23,9 @@ pytest.importorskip("uvicorn")
 from wtransfer import Publisher
 from wtransfer.cli import main
 from wtransfer.commands.status import DIFFERS, UNREACHABLE
-from wtransfer.testing.fleet import Fleet
+from wtransfer.testing.fleet import Fleet, GatedSource
 from wtransfer.transport.channel import Listener, random_address
 from wtransfer.weight_sync.messages import CODEC, FleetStatus
-from wtransfer.weight_sync.trainer.source import StateDictSource
 
 PARTS = runpy.run_path(str(Path(__file__).parents[1] / "flows" / "http_worker.py"))
 WorkerProcess, WEIGHTS = PARTS["WorkerProcess"], PARTS["WEIGHTS"]
@@ -126,23 +126,12 @@ def test_probe_tells_by_its_exit_code_whether_these_weights_are_served(start):
     assert status("--ready", fingerprint, to=[worker]).exit_code == UNREACHABLE
 
 
-class Gated(StateDictSource):
-    """Waits at its last tensor."""
-
-    def __init__(self, tensors):
-        super().__init__(tensors)
-        self.gate = threading.Event()
-
-    def iter_full(self):
-        pairs = list(super().iter_full())
-        yield from pairs[:-1]
-        self.gate.wait(10)
-        yield pairs[-1]
-
-
 def test_round_under_way_is_shown_with_its_phase_and_bytes_and_the_observer_is_no_member(until):
-    source = Gated({f"w{i}": torch.zeros(250_000) for i in range(2)})
-    with Fleet(source, options={"bucket_nbytes": 1}, token=TOKEN) as fleet:
+    source = GatedSource({f"w{i}": torch.zeros(250_000) for i in range(2)})
+    source.gate.clear()
+    options = {"bucket_nbytes": 1}
+    with Fleet(source, options=options, token=TOKEN) as fleet, contextlib.ExitStack() as stack:
+        stack.callback(source.gate.set)
         session = fleet.join({f"w{i}": torch.zeros(250_000) for i in range(2)}).session
         round_ = fleet.publisher.publish("v1", wait=False)
         until(lambda: session.status().update and session.status().update.staged_nbytes == 10**6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 from types import SimpleNamespace
 
 import msgspec
@@ -14,11 +13,11 @@ from torch.distributed.tensor import Shard
 from wtransfer.engines.interface import ParamMeta
 from wtransfer.errors import CommitError
 from wtransfer.testing.contents import contents
+from wtransfer.testing.fleet import GatedSource
 from wtransfer.transport.channel import Listener
 from wtransfer.transport.framing import FrameReader, pack_frame
 from wtransfer.weight_sync.messages import CODEC, Hello, Init, Progress
 from wtransfer.weight_sync.trainer.membership import Worker
-from wtransfer.weight_sync.trainer.source import StateDictSource
 from wtransfer.weight_sync.worker.session import WorkerSession
 from wtransfer.weight_sync.worker.target import StateDictTarget
 
@@ -98,27 +97,9 @@ def join():
     return join
 
 
-class Gated(StateDictSource):
-    """A source whose passes wait at the second tensor while the gate is closed."""
-
-    def __init__(self, tensors):
-        super().__init__(tensors)
-        self.tensors = tensors
-        self.gate = threading.Event()
-        self.gate.set()
-        self.reached = threading.Event()
-
-    def iter_full(self):
-        for number, pair in enumerate(super().iter_full()):
-            if number == 1:
-                self.reached.set()
-                self.gate.wait()
-            yield pair
-
-
 @pytest.fixture
 def gated(weights):
-    source = Gated(weights)
+    source = GatedSource(weights)
     yield source
     source.gate.set()
 

@@ -39,11 +39,10 @@ from wtransfer.registry.discovery import contract_of
 from wtransfer.registry.resolve import registry
 from wtransfer.testing.contents import TRAVELLING_DTYPES, contents, random_tensor
 from wtransfer.testing.faults import Fault, Faults
-from wtransfer.testing.fleet import Fleet
+from wtransfer.testing.fleet import Fleet, GatedSource
 from wtransfer.testing.kit import ConformanceKit, registered_name, usually
 from wtransfer.testing.leftovers import Leftovers, descendants
 from wtransfer.testing.two_hosts import TRAINER_ADDRESS, NoTwoHostsError, TwoHosts
-from wtransfer.weight_sync.trainer.source import StateDictSource
 from wtransfer.weight_sync.worker.target import StateDictTarget
 
 if TYPE_CHECKING:
@@ -257,7 +256,7 @@ class EngineConformance(ConformanceKit):
 
     def _passes_on_in_time(self, fleet: MakeFleet, engine: str, watch: _Watch, nbytes: int) -> bool:
         """Run a round of tensors; return whether some came before the last one was read."""
-        source = _GatedSource(
+        source = GatedSource(
             {
                 f"layer.{i}": torch.full((nbytes // 4,), i, dtype=torch.int32)
                 for i in range(NUM_ARRIVING)
@@ -366,7 +365,7 @@ class EngineConformance(ConformanceKit):
     @usually("state of the aborted round is kept: a flag, a half-read stream, a lock")
     def test_an_aborted_round_changes_nothing(self, fleet: MakeFleet) -> None:
         """An abort in the middle of sending leaves the old version, and the engine usable."""
-        source = _GatedSource(_model())
+        source = GatedSource(_model())
         made = fleet(source)
         member = made.join(_zeros(source.tensors))
         _publish(made, "v1")
@@ -413,7 +412,7 @@ class EngineConformance(ConformanceKit):
     ) -> None:
         """A worker that waits for the trainer's next tensor returns once it is aborted."""
         watch = _Watch()
-        source = _GatedSource(_model())
+        source = GatedSource(_model())
         made = fleet(source, engine=watch.wrap(worker_cls, twin_cls))
         member = made.join(_zeros(source.tensors))
         _publish(made, "v1")
@@ -469,7 +468,7 @@ class EngineConformance(ConformanceKit):
     )
     def test_worker_that_is_lost_ends_the_round(self, fleet: MakeFleet) -> None:
         """A worker leaves while it is sent to; the round ends, and nothing of it is left."""
-        source = _GatedSource(_model())
+        source = GatedSource(_model())
 
         def live() -> None:
             made = fleet(source)
@@ -491,7 +490,7 @@ class EngineConformance(ConformanceKit):
     @usually("all publishers of a host share a port, a file or a name: let the system choose it")
     def test_two_publishers_do_not_meet(self, fleet: MakeFleet) -> None:
         """Two publishers of one host send at the same time."""
-        held, other = _GatedSource(_model()), _model()
+        held, other = GatedSource(_model()), _model()
         first, second = fleet(held), fleet(other)
         member = first.join(_zeros(held.tensors))
         beside = second.join()
@@ -584,7 +583,7 @@ class EngineConformance(ConformanceKit):
             assert not deadline.expired, f"processes {sorted(more)} are left"
             time.sleep(0.02)
 
-    def _stop_in_sending(self, fleet: Fleet, source: _GatedSource) -> Round:
+    def _stop_in_sending(self, fleet: Fleet, source: GatedSource) -> Round:
         """Begin a round, of changed weights, that waits at its second tensor."""
         source.tensors["weight"] += 1
         source.reached.clear()
@@ -927,24 +926,6 @@ class _Ledger(StateDictTarget):
 
     def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.held = dict(tensors)
-
-
-class _GatedSource(StateDictSource):
-    """A source whose iteration waits for the gate at a tensor, by default its second."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor], gate_at: int = 1) -> None:
-        super().__init__(tensors)
-        self.tensors, self._gate_at = tensors, gate_at
-        self.reached = threading.Event()
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for number, pair in enumerate(super().iter_full()):
-            if number == self._gate_at:
-                self.reached.set()
-                self.gate.wait()
-            yield pair
 
 
 def _zeros(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from wtransfer.deadline import Deadline
 from wtransfer.errors import CommitError
 from wtransfer.testing.contents import contents
 from wtransfer.weight_sync.trainer.publisher import Publisher
+from wtransfer.weight_sync.trainer.source import StateDictSource
 from wtransfer.weight_sync.worker.session import WorkerSession
 
 if TYPE_CHECKING:
@@ -54,6 +55,32 @@ def committing(session: WorkerSession) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+
+
+class GatedSource(StateDictSource):
+    """A source whose passes wait at a tensor while the gate is closed.
+
+    Args:
+        tensors: The weights.
+        gate_at: Number of the tensor; the first is 0.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], gate_at: int = 1) -> None:
+        super().__init__(tensors)
+        self.tensors, self._gate_at = tensors, gate_at
+        self.reached = threading.Event()
+        """Set once a pass is at the gate."""
+        self.gate = threading.Event()
+        """Open while it is set, as at the beginning."""
+        self.gate.set()
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors, and wait at one of them."""
+        for number, pair in enumerate(super().iter_full()):
+            if number == self._gate_at:
+                self.reached.set()
+                self.gate.wait()
+            yield pair
 
 
 @dataclass(eq=False)

@@ -17,26 +17,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from wtransfer.testing.fleet import Fleet, committing
+from wtransfer.testing.fleet import Fleet, GatedSource, committing
 from wtransfer.weight_sync.trainer.progress_display import Bars, Lines
-from wtransfer.weight_sync.trainer.source import StateDictSource
 
 MB = 1_000_000
 DISPLAY = "wtransfer.weight_sync.trainer.progress_display"
-
-
-class Gated(StateDictSource):
-    """Waits at its last tensor."""
-
-    def __init__(self, tensors):
-        super().__init__(tensors)
-        self.gate = threading.Event()
-
-    def iter_full(self):
-        pairs = list(super().iter_full())
-        yield from pairs[:-1]
-        self.gate.wait(10)
-        yield pairs[-1]
 
 
 class Held:
@@ -59,7 +44,8 @@ def held_by(until):
 
         def make(num_workers):
             tensors = {f"w{i}": torch.zeros(MB // 4) for i in range(2)}
-            source = Gated(tensors)
+            source = GatedSource(tensors)
+            source.gate.clear()
             fleet = stack.enter_context(Fleet(source, deadline_s=5.0, options={"bucket_nbytes": 1}))
             for _ in range(num_workers):
                 fleet.join({name: torch.zeros_like(each) for name, each in tensors.items()})
@@ -218,11 +204,17 @@ def publish(until):
 
     def run(progress, opens=None):
         tensors = {f"w{i}": torch.ones(MB // 4) for i in range(2)}
-        source = Gated(tensors)
-        if opens is None:
-            source.gate.set()
-        else:
-            threading.Thread(target=lambda: (until(opens), source.gate.set())).start()
+        source = GatedSource(tensors)
+
+        def open_gate():
+            try:
+                until(opens)
+            finally:
+                source.gate.set()
+
+        if opens is not None:
+            source.gate.clear()
+            threading.Thread(target=open_gate).start()
         with Fleet(source, progress=progress, options={"bucket_nbytes": 1}) as fleet:
             held = {name: torch.zeros_like(each) for name, each in tensors.items()}
             session = fleet.join(held).session
