@@ -82,6 +82,8 @@ def instance_fingerprint(versions: WeightVersions) -> str:
 
 
 _numbers = itertools.count(1)
+EMPTY_LABEL = "empty"
+"""Label by which a serving engine tells that its weights have no version."""
 FINGERPRINT = re.compile(r"(local:)?[0-9a-f]{32}")
 """Form of a fingerprint."""
 

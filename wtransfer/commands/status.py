@@ -25,7 +25,7 @@ from wtransfer.errors import AddressError, AuthenticationError, ProtocolError
 from wtransfer.transport.address import parse_address
 from wtransfer.weight_sync.http.client import HttpClient, parse_url
 from wtransfer.weight_sync.report import printable
-from wtransfer.weight_version import FINGERPRINT
+from wtransfer.weight_version import EMPTY_LABEL, FINGERPRINT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,9 +36,6 @@ DIFFERS = 1
 """Exit code: the versions differ, a worker is empty, or one is not ready."""
 UNREACHABLE = 3
 """Exit code: a publisher or host did not answer."""
-
-EMPTY_LABEL = "empty"
-"""Label of a server of vLLM that has wtransfer and whose weights have no name."""
 
 _REDRAW_S = 1.0
 _CLEAR = "\x1b[H\x1b[J"

@@ -37,7 +37,7 @@ from wtransfer.errors import NotInitializedError, WTransferError
 from wtransfer.transport.handshake import resolve_token
 from wtransfer.weight_sync.http.server import WorkerServer
 from wtransfer.weight_sync.worker.session import ServingHost, is_cast_allowed
-from wtransfer.weight_version import process_weights
+from wtransfer.weight_version import EMPTY_LABEL, process_weights
 
 from wtransfer_sglang.names import computing_with
 from wtransfer_sglang.orders import Commit, Join, Leave, Name, Order, OrderBook
@@ -60,8 +60,6 @@ CAST_VARIABLE = "WTRANSFER_SGLANG_CAST"
 than the checkpoint."""
 BEAM_ENDED = "beam search was ended by an update of the weights: it cannot go on with others"
 """What the clients of those requests are told."""
-EMPTY_LABEL = "empty"
-"""Label of the weights while the model has no version."""
 MARK = "wt="
 END = "|"
 """The name of the weights stands between the two, in front of a request's own ``extra_key``: SGLang

@@ -12,8 +12,8 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import xxhash
 from wtransfer.errors import WTransferError
+from wtransfer.transport.digests import digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -170,10 +170,10 @@ class _State:
         # with constants, which are small.
         stand_in = torch.empty_like(served, device=served.device if is_constant else "cpu")
         stand_in.copy_(served)
-        digest = _digest(stand_in)
+        before = digest(stand_in)
         if not is_constant and _can_be_inverted(tensor):
             _invert(stand_in)
-        self._tensors[id(tensor)] = _Tensor(what, tensor, served, digest, stand_in, is_constant)
+        self._tensors[id(tensor)] = _Tensor(what, tensor, served, before, stand_in, is_constant)
 
     def faults(self) -> Iterator[str]:
         """Yield what differs, after the load, from what serves."""
@@ -224,7 +224,7 @@ class _State:
     def changed(self) -> str | None:
         """Return the first tensor whose memory that serves has changed; None: none has."""
         made = (entry for entry in self._tensors.values() if not entry.is_constant)
-        return next((each.what for each in made if _digest(each.served) != each.digest), None)
+        return next((each.what for each in made if digest(each.served) != each.digest), None)
 
 
 def _walk(model: nn.Module) -> Iterator[tuple[str, str, Any, list[tuple[str, Any]]]]:
@@ -321,10 +321,6 @@ def _begins_with(tensor: torch.Tensor, built: torch.Tensor) -> bool:
         return False
     first = tensor[: len(built)] if built.dim() else tensor
     return _same_bits(first, built.to(tensor.dtype))
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {xxhash.xxh3_128_hexdigest(_bits(tensor).numpy().data)}"
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import LLM
 from wtransfer.errors import WTransferError
+from wtransfer.weight_version import EMPTY_LABEL
 from wtransfer_vllm.clients import LLMClient
-from wtransfer_vllm.engine_core import EMPTY_LABEL, outcome_of
+from wtransfer_vllm.engine_core import outcome_of
 from wtransfer_vllm.names import vllm_names
 from wtransfer_vllm.plugin import register_engines
 

@@ -19,6 +19,8 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from wtransfer.weight_version import EMPTY_LABEL
+
 from wtransfer_vllm.caches import forget_kv, tell_connector
 from wtransfer_vllm.in_flight import TAG, is_mixed, keeps_in_flight
 from wtransfer_vllm.messages import Outcome, addressed, is_foreign, member_of
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 
-EMPTY_LABEL = "empty"
-"""Label in ``weight_info`` while the model has no version."""
 INIT = "init_weight_transfer_engine"
 START = "start_weight_update"
 DRAFT = "start_draft_weight_update"
