@@ -140,13 +140,8 @@ def kept(storage, at_least):
         time.sleep(0.05)
 
 
-@in_files
-def test_tier_keeps_blocks_by_their_weights_and_a_damaged_one_is_a_miss(start, storage, folders):
-    server = start("A")
-    first = server.ask(LONG)
-    assert wrong_tokens(folders, first) == []
-    kept(storage, NUM_PAGES)
-    of_first = storage.files()
+def other_and_back(server, folders, first):
+    """Serve B, which finds nothing of A, and A again, which finds its own; return B's answer."""
     pushed(folders["B"], server, "B")
     other = server.ask(LONG)
     assert other.num_cached == 0
@@ -155,6 +150,17 @@ def test_tier_keeps_blocks_by_their_weights_and_a_damaged_one_is_a_miss(start, s
     again = server.ask(LONG)
     assert again.num_cached == NUM_PAGES * PAGE
     assert again.tokens == first.tokens
+    return other
+
+
+@in_files
+def test_tier_keeps_blocks_by_their_weights_and_a_damaged_one_is_a_miss(start, storage, folders):
+    server = start("A")
+    first = server.ask(LONG)
+    assert wrong_tokens(folders, first) == []
+    kept(storage, NUM_PAGES)
+    of_first = storage.files()
+    other_and_back(server, folders, first)
 
     for file in of_first:
         data = bytearray(file.read_bytes())
@@ -175,14 +181,7 @@ def test_storage_is_shared_by_equal_weights_only(start, storage, folders):
     first = server.ask(LONG)
     assert wrong_tokens(folders, first) == []
     kept(storage, NUM_PAGES)
-    pushed(folders["B"], server, "B")
-    other = server.ask(LONG)
-    assert other.num_cached == 0
-    assert wrong_tokens(folders, other) == []
-    pushed(folders["A"], server, "A")
-    again = server.ask(LONG)
-    assert again.num_cached == NUM_PAGES * PAGE
-    assert again.tokens == first.tokens
+    other = other_and_back(server, folders, first)
     server.close()
 
     restarted = start("A")
