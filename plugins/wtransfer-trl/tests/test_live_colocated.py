@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 from engines import PROMPTS, Engine
-from training import Training, versions_of
+from training import Training, check_that_rewards_rise, versions_of
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
@@ -59,6 +59,13 @@ def test_policy_of_each_update_is_generated_from_or_else_the_one_before(train, t
     assert "update trl-2 failed, the engine keeps its policy, 1 update(s) behind: " in logged
     assert answers(tmp_path, 2) == answers(tmp_path, 1)
     assert answers(tmp_path, 3) == fresh_answers(tmp_path, 3) != answers(tmp_path, 1)
+
+
+@pytest.mark.nightly
+def test_rewards_rise(train):
+    with train(12) as training:
+        told, _ = training.end()
+    check_that_rewards_rise(told)
 
 
 @pytest.mark.nightly

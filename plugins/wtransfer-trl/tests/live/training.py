@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,13 @@ class Training:
 def rows_of(told):
     found = re.findall(r"^step (\d+) reward (\S+) version (\d+) stale (\d+)$", told, re.MULTILINE)
     return [(int(step), float(reward), int(v), int(stale)) for step, reward, v, stale in found]
+
+
+def check_that_rewards_rise(told):
+    """Check a training of 12 steps: the mean of the last 4 rewards is above that of the first."""
+    rewards = [reward for _, reward, _, _ in rows_of(told)]
+    assert len(rewards) == 12
+    assert statistics.mean(rewards[-4:]) > statistics.mean(rewards[:4])
 
 
 def versions_of(told):
