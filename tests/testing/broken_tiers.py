@@ -81,7 +81,8 @@ class TestRaisesForMissingKeys(MemoryTier):
     deadline_s=0.2,
     says="a call of the tier has not returned in 1.2 s",
     hints="a call waits without an end, for a lock, a peer or a server: give each a time-out; or "
-    "that the answer for a key that is not there",
+    "the machine or store is slower: raise deadline_s; or that the answer for a key that is not "
+    "there",
 )
 class TestWaitsForMissingKeys(MemoryTier):
     def get(self, key, into):
