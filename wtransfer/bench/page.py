@@ -36,7 +36,8 @@ line { stroke: var(--line); stroke-width: 3; } .limit { stroke-dasharray: 6 5; }
 .c0 { fill: var(--c0); background: var(--c0); } .c1 { fill: var(--c1); background: var(--c1); }
 .c2 { fill: var(--c2); background: var(--c2); } .c3 { fill: var(--c3); background: var(--c3); }
 .c4 { fill: var(--c4); background: var(--c4); } .c5 { fill: var(--c5); background: var(--c5); }
-i { display: inline-block; width: .8em; height: .8em; border-radius: .2em; }
+i { display: inline-block; width: .8em; height: .8em; border-radius: .2em;
+  vertical-align: -.1em; }
 """
 
 
