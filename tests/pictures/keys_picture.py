@@ -86,7 +86,7 @@ def draw() -> Picture:
         picture.arrow((382, y), (406, y), (406, 80), (430, 80))
     height = LINE_HEIGHT * (1 + len(uncacheable)) + 12
     names = [f"`{each}`" for each in uncacheable]
-    picture.box(648, 80 - height / 2, 166, height, "no key, if it has", *names, kind="bad")
+    picture.box(648, 80 - height / 2, 166, height, "no key if a request has", *names, kind="bad")
     picture.arrow((580, 80), (648, 80))
     make, fence = signature(make_offload_key), signature(fence_key)
     arguments = [each.strip("`()").split(", ") for _, each in (make, fence)]
