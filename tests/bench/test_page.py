@@ -95,8 +95,10 @@ def test_stages_stand_one_after_the_other_with_their_names():
     assert "stages: \u200b send 1 \u200b verify 3" in texts(found)
 
 
-@pytest.mark.parametrize("spread", [Spread(0, 0, 0), Spread(1e9, 0, 1e9)])
+@pytest.mark.parametrize("spread", [Spread(0, 0, 0), Spread(1e9, 0, 1e9), Spread(1, 0, 1e9)])
 def test_any_number_is_drawn(spread):
     found = article(Result(spread, stages={"send": 0.0}))
     assert len(list(found.iter("svg"))) == 1
-    assert shapes(found, "bar")[0]["width"] <= shapes(found, "track")[0]["width"]
+    (track,) = shapes(found, "track")
+    assert shapes(found, "bar")[0]["width"] <= track["width"]
+    assert max(each["x2"] for each in shapes(found, "spread")) <= track["width"]
