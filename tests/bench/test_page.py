@@ -84,15 +84,29 @@ def test_colour_says_if_the_goal_is_reached(goal, class_):
 
 
 def test_stages_stand_one_after_the_other_with_their_names():
-    found = article(Result(Spread(2, 1, 3), stages={"send": 1.0, "verify": 3.0}))
-    ((send,), (verify,)) = (
-        shapes(found.findall("svg")[1], "c0"),
-        shapes(found.findall("svg")[1], "c1"),
-    )
+    stages = {
+        "send_s": 1.0,
+        "verify_s": 3.0,
+        "total_s": 4.0,
+        "worker_send_s": 2.0,
+        "worker_wait_s": 1.0,
+    }
+    found = article(Result(Spread(2, 1, 3), stages=stages))
+    _, trainer, worker = found.findall("svg")
+    (send,), (verify,) = shapes(trainer, "c0"), shapes(trainer, "c1")
+    (track,) = shapes(trainer, "track")
     assert (send["x"], verify["x"]) == (0, send["width"])
     assert verify["width"] == 3 * send["width"]
-    assert verify["x"] + verify["width"] == shapes(found, "track")[0]["width"]
-    assert "stages: \u200b send 1 \u200b verify 3" in texts(found)
+    assert verify["x"] + verify["width"] == track["width"]
+    # On one scale and in the colours of the trainer's, where a stage has the same name.
+    (send_of_worker,), (wait,) = shapes(worker, "c0"), shapes(worker, "c2")
+    assert (send_of_worker["x"], send_of_worker["width"]) == (0, 2 * send["width"])
+    assert (wait["x"], wait["width"]) == (2 * send["width"], send["width"])
+    legends = [texts(each).replace("\u200b", "#") for each in found.findall("p")]
+    assert legends[-2:] == [
+        "trainer, in seconds: # send 1 # verify 3",
+        "worker, in seconds: # send 2 # wait 1",
+    ]
 
 
 @pytest.mark.parametrize("spread", [Spread(0, 0, 0), Spread(1e9, 0, 1e9), Spread(1, 0, 1e9)])

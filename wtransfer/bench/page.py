@@ -14,15 +14,17 @@ if TYPE_CHECKING:
 
 _WIDTH = 1000
 """Width of a plot in its own units; the page scales it."""
-_NUM_COLOURS = 6
+_COLOURS = (
+    *("#4493f8", "#d29922", "#3fb950", "#ab7df8", "#f85149"),
+    *("#8b949e", "#39c5cf", "#f778ba", "#9e6a03"),
+)
+"""Of stages; each can be told from white and from black."""
 # Serialized as XML, which escapes > and &: neither may stand here.
 _STYLE = """
 :root { color-scheme: light dark; --text: #1f2328; --faint: #59636e; --page: #ffffff;
-  --track: #eaeef2; --bar: #0969da; --good: #1a7f37; --bad: #bc4c00; --line: #1f2328;
-  --c0: #0969da; --c1: #bf8700; --c2: #1a7f37; --c3: #8250df; --c4: #cf222e; --c5: #57606a; }
+  --track: #eaeef2; --bar: #0969da; --good: #1a7f37; --bad: #bc4c00; --line: #1f2328; }
 @media (prefers-color-scheme: dark) { :root { --text: #e6edf3; --faint: #9198a1; --page: #0d1117;
-  --track: #262c36; --bar: #4493f8; --good: #3fb950; --bad: #f0883e; --line: #e6edf3;
-  --c0: #4493f8; --c1: #d29922; --c2: #3fb950; --c3: #ab7df8; --c4: #f85149; --c5: #9198a1; } }
+  --track: #262c36; --bar: #4493f8; --good: #3fb950; --bad: #f0883e; --line: #e6edf3; } }
 body { background: var(--page); color: var(--text); font: 15px/1.5 system-ui, sans-serif;
   max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 article { border-top: 1px solid var(--track); padding: .9rem 0; }
@@ -33,11 +35,9 @@ p { margin: .2rem 0; } .faint { color: var(--faint); overflow-wrap: anywhere; }
 svg { display: block; width: 100%; height: auto; margin: .3rem 0; }
 .track { fill: var(--track); } .bar { fill: var(--bar); } .bad .bar { fill: var(--bad); }
 line { stroke: var(--line); stroke-width: 3; } .limit { stroke-dasharray: 6 5; }
-.c0 { fill: var(--c0); background: var(--c0); } .c1 { fill: var(--c1); background: var(--c1); }
-.c2 { fill: var(--c2); background: var(--c2); } .c3 { fill: var(--c3); background: var(--c3); }
-.c4 { fill: var(--c4); background: var(--c4); } .c5 { fill: var(--c5); background: var(--c5); }
 i { display: inline-block; width: .8em; height: .8em; border-radius: .2em;
   vertical-align: -.1em; }
+.stage { white-space: nowrap; margin-right: .4em; }
 """
 
 
@@ -54,7 +54,8 @@ def page(title: str, results: Mapping[Row, Result | str], machine: str) -> str:
     ET.SubElement(head, "meta", charset="utf-8")
     ET.SubElement(head, "meta", name="viewport", content="width=device-width")
     _add(head, "title", title)
-    _add(head, "style", _STYLE)
+    colours = (f".c{n} {{ fill: {c}; background: {c}; }}\n" for n, c in enumerate(_COLOURS))
+    _add(head, "style", _STYLE + "".join(colours))
     body = ET.SubElement(html, "body")
     _add(body, "h1", title)
     _add(body, "p", machine, "faint")
@@ -79,8 +80,7 @@ def page(title: str, results: Mapping[Row, Result | str], machine: str) -> str:
         article.append(_plot(row.name, result))
         for line in _below(result):
             _add(article, "p", line, "faint")
-        if any(result.stages.values()):
-            _add_stages(article, result.stages)
+        _add_stages(article, _stages(result))
     return f"<!DOCTYPE html>\n{ET.tostring(html, encoding='unicode')}\n"
 
 
@@ -133,18 +133,33 @@ def _plot(name: str, result: Result) -> ET.Element:
     return svg
 
 
-def _add_stages(article: ET.Element, stages: Mapping[str, float]) -> None:
-    """Add the stages of a row, one after the other, and their names."""
-    svg = _svg("stages", 12)
-    legend = _add(article, "p", "stages: ", "faint")
-    at, unit = 0.0, _WIDTH / sum(stages.values())
-    for number, (stage, seconds) in enumerate(stages.items()):
-        colour = f"c{number % _NUM_COLOURS}"
-        _draw(svg, "rect", colour, x=at, width=seconds * unit, y=0, height=12)
-        at += seconds * unit
-        ET.SubElement(legend, "i", {"class": colour}).text = "\u200b"
-        legend[-1].tail = f" {stage} {format_number(seconds)}  "
-    article.append(svg)
+def _stages(result: Result) -> dict[str, dict[str, float]]:
+    """Return the stages of the trainer and those of a worker, without their sum."""
+    sides: dict[str, dict[str, float]] = {"trainer": {}, "worker": {}}
+    for name, seconds in result.stages.items():
+        if name != "total_s":
+            side = "worker" if name.startswith("worker_") else "trainer"
+            sides[side][name.removeprefix("worker_").removesuffix("_s")] = seconds
+    return sides
+
+
+def _add_stages(article: ET.Element, sides: Mapping[str, Mapping[str, float]]) -> None:
+    """Add the stages of each side, one after the other, with their names; on one scale."""
+    longest = max(sum(stages.values()) for stages in sides.values())
+    names = list(dict.fromkeys(name for stages in sides.values() for name in stages))
+    for side, stages in sides.items() if longest else ():
+        legend = _add(article, "p", f"{side}, in seconds: ", "faint")
+        svg, at = _svg(f"stages of the {side}", 12), 0.0
+        for stage, seconds in stages.items():
+            colour = f"c{names.index(stage) % len(_COLOURS)}"
+            width = _WIDTH * seconds / longest
+            _draw(svg, "rect", colour, x=at, width=width, y=0, height=12)
+            at += width
+            named = ET.SubElement(legend, "span", {"class": "stage"})
+            ET.SubElement(named, "i", {"class": colour}).text = "\u200b"
+            named[0].tail = f" {stage} {format_number(seconds)}"
+            named.tail = "  "
+        article.append(svg)
 
 
 def _svg(says: str, height: int, class_: str = "") -> ET.Element:
