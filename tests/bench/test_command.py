@@ -2,6 +2,7 @@ import contextlib
 import json
 import subprocess
 import sys
+from xml.etree import ElementTree as ET
 
 import pytest
 from click.testing import CliRunner
@@ -153,14 +154,58 @@ def test_table_shows_numbers_goals_and_what_stands_beside(capsys):
     command.show(results, command.describe_machine())
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "cores" in lines[0]
-    assert "adopt 0.72 0.7 .. 0.8 >= 0.9 not reached" in lines
-    assert "pause 0.72 ms 0.7 .. 0.8 <= 5 ms, all <= 9 ms reached" in lines
+    assert "adopt 0.72 0.7 .. 0.8 >= 0.9 ###### | not reached" in lines
+    assert "pause 0.72 ms 0.7 .. 0.8 <= 5 ms, all <= 9 ms # | reached" in lines
     assert "death - - - failed" in lines
     assert lines[lines.index("adopt: a round") :] == [
         *("adopt: a round", "stages: total_s 1,234"),
         *("pause: a commit", "beside: round_s 0.0123, update_nbytes 4,096"),
         *("death: a kill", "nobody died"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("value", "drawn"),
+    [
+        (0.0, "        |"),
+        (0.45, "####    |"),
+        (0.89, "####### |"),  # it does not touch a goal that it has missed
+        (0.9, "########|"),
+        (0.91, "########|#"),
+        (1.8, "########|########"),
+        (1.81, "########|########>"),
+        (90.0, "########|########>"),
+    ],
+)
+def test_bar_is_as_long_as_the_number_and_its_goal_is_in_the_middle(value, drawn):
+    assert command.goal_bar(value, 0.9) == drawn
+
+
+@pytest.mark.parametrize("name", ["nowhere/page.html", "."])
+def test_page_that_cannot_be_written_is_refused_before_anything_is_measured(
+    monkeypatch, tmp_path, name
+):
+    def rows(_settings):
+        pytest.fail("the bench has begun")
+
+    monkeypatch.setattr(weights, "rows", rows)
+    result = CliRunner().invoke(command.bench, ["weights", "--html", str(tmp_path / name)])
+    assert result.exit_code == 2
+    assert "cannot be written: " in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("before", [None, "the page of another run"])
+def test_page_is_written_beside_the_numbers(monkeypatch, tmp_path, before):
+    monkeypatch.setattr(weights, "rows", lambda _settings: list(ROWS.values()))
+    monkeypatch.setattr(harness, "Runner", lambda *_: contextlib.nullcontext())
+    path = tmp_path / "page.html"
+    if before is not None:
+        path.write_text(before)
+    result = CliRunner().invoke(command.bench, ["weights", "--json", "--html", str(path)])
+    assert result.exit_code == 1  # of the row that failed
+    assert set(json.loads(result.stdout)["rows"]) == set(ROWS)
+    html = ET.fromstring(path.read_text("utf-8"))
+    assert [each.get("id") for each in html.iter("article")] == list(ROWS)
 
 
 def test_help_needs_no_torch():

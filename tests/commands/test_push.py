@@ -109,6 +109,16 @@ def test_every_worker_has_the_checkpoint_and_the_table_says_so(workers, write):
     assert done.stderr == ""
 
 
+def test_stages_are_shown_as_bars_where_that_is_asked_for(workers, write):
+    folder = write()
+    without = push(folder, to=workers).stdout.splitlines()
+    with_bars = push(folder, "--stages", to=workers).stdout.splitlines()
+    nothing, *bars, legend = with_bars[len(without) :]
+    assert nothing == ""
+    assert sorted(line.split()[0] for line in bars) == ["publisher", "w0", "w1"]
+    assert legend.split()[:6] == ["i", "init", "p", "plan", "t", "transfer"]
+
+
 def test_one_document_has_everything(workers, write):
     code, document = documents(write(), "--label", "mine", to=workers)
     assert code == 0
@@ -359,6 +369,7 @@ def test_a_rollback_needs_an_engine_that_keeps_versions(workers):
         ),
         (["nowhere"], "'nowhere' does not exist"),
         (["d", "--stay", "--dry-run"], "omit one of them"),
+        (["d", "--stages", "--json"], "omit --stages"),
         (["d", "--to", "unix:@a"], "named twice"),
         (["d", "--to", "gopher:a"], "'gopher:a' is no worker's URL"),
         (["d", "--engine", "pigeon"], "Available engines: ["),

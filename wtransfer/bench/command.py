@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import platform
 import re
@@ -30,6 +31,8 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9} | {
     "GIB": 1 << 30,
 }
 WIDTH = 110
+_NUM_CELLS = 16
+"""Width of a bar beside a goal, which is in its middle."""
 
 TCommand = TypeVar("TCommand", bound="Callable[..., Any]")
 
@@ -73,6 +76,17 @@ def _parse_option(text: str) -> tuple[str, Any]:
         return name, value
 
 
+def _parse_page(_: click.Context, __: click.Parameter, name: str | None) -> Path | None:
+    if name is None:
+        return None
+    try:
+        # Not what would be allowed: it is opened, before minutes are spent on what is to be there.
+        with Path(name).open("a", encoding="utf-8"):
+            return Path(name)
+    except OSError as error:
+        raise click.BadParameter(f"{name!r} cannot be written: {error.strerror}") from error
+
+
 def _size(text: str) -> Callable[[TCommand], TCommand]:
     return click.option("--nbytes", type=parse_nbytes, metavar="SIZE", help=text)
 
@@ -88,11 +102,13 @@ def _common_options(command: Callable[..., None]) -> Callable[..., None]:
     words = {
         "json": "Print one JSON document, nothing else.",
         "quick": "Small sizes: to see all rows, not their numbers.",
+        "html": "Write the rows as plots, too: one page, which needs no network.",
         "only": "Only this row. Repeat for more.",
         "rounds": "Rounds that count, per row [7].",
     }
     for option in (
         click.option("--json", "as_json", is_flag=True, help=words["json"]),
+        click.option("--html", callback=_parse_page, metavar="FILE", help=words["html"]),
         click.option("--quick", is_flag=True, help=words["quick"]),
         click.option("--only", multiple=True, metavar="ROW", help=words["only"]),
         click.option("--rounds", "num_rounds", type=click.IntRange(1), help=words["rounds"]),
@@ -186,8 +202,17 @@ def connectors(**asked: Any) -> None:
     _measure("connectors", **asked)
 
 
-def _measure(verb: str, *, only: tuple[str, ...], quick: bool, as_json: bool, **asked: Any) -> None:
+def _measure(
+    verb: str,
+    *,
+    only: tuple[str, ...],
+    quick: bool,
+    as_json: bool,
+    html: Path | None,
+    **asked: Any,
+) -> None:
     from wtransfer.bench.harness import Runner, measure_rows
+    from wtransfer.bench.page import page
     from wtransfer.transport.memory import require_memory
 
     machine = describe_machine()
@@ -213,6 +238,9 @@ def _measure(verb: str, *, only: tuple[str, ...], quick: bool, as_json: bool, **
             results = measure_rows(chosen, runner, report)
     except WTransferError as error:
         raise click.ClickException(str(error)) from error
+    if html is not None:
+        title = f"wtransfer bench {verb}"
+        html.write_text(page(title, results, machine_in_words(machine)), "utf-8")
     if as_json:
         found = {row.name: document(row, result) for row, result in results.items()}
         run = {"machine": machine, "settings": asdict(settings), "rows": found}
@@ -241,6 +269,14 @@ def describe_machine() -> dict[str, str | int | float]:
     }
 
 
+def machine_in_words(machine: Mapping[str, Any]) -> str:
+    """Return one line for the machine."""
+    return (
+        "{cpu}, {num_cores} cores, {gib:.0f} GiB, {kernel}; Python {python}, torch {torch}, "
+        "wtransfer {wtransfer}; load {load:.2f}"
+    ).format(gib=machine["memory_nbytes"] / (1 << 30), **machine)
+
+
 def document(row: Row, result: Result | str) -> dict[str, Any]:
     """Return a row as plain data for ``--json``; its keys are stable."""
     if isinstance(result, str):
@@ -257,18 +293,16 @@ def show(results: Mapping[Row, Result | str], machine: Mapping[str, Any]) -> Non
     from rich.console import Console
     from rich.table import Table
 
-    click.echo(
-        "{cpu}, {num_cores} cores, {gib:.0f} GiB, {kernel}; Python {python}, torch {torch}, "
-        "wtransfer {wtransfer}; load {load:.2f}".format(
-            gib=machine["memory_nbytes"] / (1 << 30), **machine
-        )
-    )
+    from wtransfer.bench.harness import format_number
+
+    click.echo(machine_in_words(machine))
     table = Table(box=SIMPLE_HEAD)
-    for column in ("row", "median", "min .. max", "goal", ""):
-        table.add_column(column, justify="left" if column in ("row", "") else "right", no_wrap=True)
+    for column in ("row", "median", "min .. max", "goal", "goal at |", ""):
+        is_number = column in ("median", "min .. max", "goal")
+        table.add_column(column, justify="right" if is_number else "left", no_wrap=True)
     for row, result in results.items():
         if isinstance(result, str):
-            table.add_row(row.name, "-", "-", "-", "[red]failed")
+            table.add_row(row.name, "-", "-", "-", "", "[red]failed")
             continue
         median, low, high = map(format_number, result.spread)
         unit = f" {result.unit}" if result.unit else ""
@@ -276,7 +310,8 @@ def show(results: Mapping[Row, Result | str], machine: Mapping[str, Any]) -> Non
         if result.limit is not None:
             goal += f", all <= {format_number(result.limit)}{unit}"
         verdict = {True: "[green]reached", False: "[yellow]not reached", None: ""}[result.reached]
-        table.add_row(row.name, f"{median}{unit}", f"{low} .. {high}", goal, verdict)
+        drawn = goal_bar(result.spread.median, result.goal.value) if result.goal else ""
+        table.add_row(row.name, f"{median}{unit}", f"{low} .. {high}", goal, drawn, verdict)
     console = Console(highlight=False)
     if not console.is_terminal:
         # rich takes a file to be as narrow as the narrowest screen.
@@ -290,15 +325,27 @@ def show(results: Mapping[Row, Result | str], machine: Mapping[str, Any]) -> Non
             click.secho(text, dim=True)
 
 
+def goal_bar(value: float, goal: float) -> str:
+    """Return a bar as long as the value, with the goal as ``|`` in its middle; ``>``: far beyond.
+
+    Args:
+        value: The number that was reached.
+        goal: Above 0.
+    """
+    middle = _NUM_CELLS // 2
+    length = middle * value / goal
+    # Away from the goal: a bar that only just misses it does not touch it.
+    num = math.floor(length) if value < goal else math.ceil(length)
+    cells = ("#" * min(num, _NUM_CELLS)).ljust(_NUM_CELLS)
+    return f"{cells[:middle]}|{cells[middle:]}".rstrip() + (">" if num > _NUM_CELLS else "")
+
+
 def _details(result: Result) -> Iterator[str]:
+    from wtransfer.bench.harness import format_number
+
     if result.note:
         yield result.note
     for title, numbers in (("beside", result.beside), ("stages", result.stages)):
         if numbers:
             named = (f"{name} {format_number(value)}" for name, value in numbers.items())
             yield f"{title}: {', '.join(named)}"
-
-
-def format_number(value: float) -> str:
-    """Return a number with as many digits as are worth reading."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"  # noqa: PLR2004

@@ -59,6 +59,11 @@ def format_nbytes(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
+def format_number(value: float) -> str:
+    """Return a number with as many digits as are worth reading."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"  # noqa: PLR2004
+
+
 # -- rows ------------------------------------------------------------------------------------------
 
 

@@ -86,6 +86,7 @@ _NUM_TEXT_COLUMNS = 5
 @click.option("--dry-run", is_flag=True, help="Send and verify everything, apply nothing.")
 @click.option("--rollback", metavar="LABEL", help="Go back to a version that the engine keeps.")
 @click.option("--stay", is_flag=True, help="Afterwards bring late workers up to date, until ended.")
+@click.option("--stages", is_flag=True, help="Show the seconds of each stage as bars, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document, nothing else.")
 @token_file_option
 @click.option(
@@ -156,6 +157,7 @@ class _Order:
     rollback: str | None
     dry_run: bool
     stay: bool
+    stages: bool
     as_json: bool
     token_file: str | None
     listen: str | None
@@ -174,6 +176,8 @@ class _Order:
                 raise click.UsageError(f"{option} is empty: give the label of a version")
         if not self.version:
             raise click.UsageError(f"{self.checkpoint} has no name to be the label: add --label")
+        if self.stages and self.as_json:
+            raise click.UsageError("--json has the seconds of each stage: omit --stages")
         if self.stay and self.dry_run:
             raise click.UsageError("--stay has nothing to serve after --dry-run: omit one of them")
         if len(set(self.hosts)) < len(self.hosts):
@@ -423,6 +427,9 @@ class _Outcome:
         stages = list(dict.fromkeys(stage for each in report.workers for stage in each.seconds))
         rows = [(*_COLUMNS, *stages), *(self._cells(each, stages) for each in report.workers)]
         yield from table(rows, _NUM_TEXT_COLUMNS)
+        if self.order.stages:
+            yield ""
+            yield report.stages()
         for each in report.workers:
             yield from (printable(f"{each.worker}: {note}") for note in each.notes)
 

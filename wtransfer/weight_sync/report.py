@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING
 from wtransfer.errors import CommitError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from wtransfer.errors import WTransferError
 
 _LEFT_OUT = ("dropped", "behind")
 _RESTORED = ("restored", "reverted", "discarded")
 _NUM_NAMED = 4
 """Workers that an error names; its report has all."""
+_NUM_CELLS = 60
+"""Width of the longest bar of `Report.stages`."""
 
 
 def printable(text: str) -> str:
@@ -144,6 +148,30 @@ class Report:
             raise commit_error(self)
         return self
 
+    def stages(self) -> str:
+        """Return the seconds of each stage as bars: the publisher's, and one for every worker.
+
+        All bars have one scale. A stage is drawn by a letter, its first one that no other stage
+        has, and the last line says which. Stages of a worker stand one after the other, without the
+        time between them in which it waits for the publisher.
+        """
+        phases = {phase: s for phase, s in self.seconds.items() if phase != "total"}
+        bars = [("publisher", phases)]
+        bars += [(printable(each.worker), each.seconds) for each in self.workers if each.seconds]
+        letters: dict[str, str] = {}
+        for stage in (stage for _, seconds in bars for stage in seconds):
+            free = (each for each in stage if each not in letters.values())
+            letters.setdefault(stage, next(free, "?"))
+        longest = max(sum(seconds.values()) for _, seconds in bars) or 1.0
+        width = max(len(name) for name, _ in bars)
+        lines = [
+            f"{name.ljust(width)}  {_bar(seconds, letters, longest).ljust(_NUM_CELLS)}  "
+            f"{sum(seconds.values()):.3f} s"
+            for name, seconds in bars
+        ]
+        legend = "  ".join(f"{letter} {stage}" for stage, letter in letters.items())
+        return "\n".join([*lines, f"{' ' * width}  {legend}"])
+
     def _is_held_by(self, each: WorkerReport) -> bool:
         return (
             each.outcome == "committed"
@@ -159,6 +187,15 @@ class Report:
         phases = [f"{name} {s:.3f}s" for name, s in self.seconds.items() if name != "total"]
         lines = [f"  publisher  {'  '.join(phases)}"] if phases else []
         return "\n".join([head, *lines, *(_line(each) for each in self.workers)])
+
+
+def _bar(seconds: Mapping[str, float], letters: Mapping[str, str], longest: float) -> str:
+    drawn, end_s = "", 0.0
+    for stage, each_s in seconds.items():
+        # From the sum: the rounding of short stages does not add up.
+        end_s += each_s
+        drawn += letters[stage] * (round(end_s / longest * _NUM_CELLS) - len(drawn))
+    return drawn
 
 
 def _line(each: WorkerReport) -> str:
