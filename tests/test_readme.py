@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import re
 import secrets
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import click
 import pytest
+import torch
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
+import wtransfer
 from wtransfer import scaffold
 from wtransfer.cli import main
 from wtransfer.metrics import RoundCollector
+from wtransfer.testing.fleet import Fleet, GatedSource
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -347,9 +354,57 @@ def test_its_links_lead_to_files(guide):
     assert [each for each in targets if not (guide.parent / each).exists()] == []
 
 
-def test_every_metric_of_the_guide_is_one_that_there_is():
+@pytest.fixture
+def scraped(until):
+    """Families of metrics, as a trainer and a worker show them while a round is on."""
+    tensors = {name: torch.zeros(4) for name in "ab"}
+    source, registry = GatedSource(tensors), CollectorRegistry()
+    with Fleet(source, options={"bucket_nbytes": 1}) as fleet, contextlib.ExitStack() as stack:
+        stack.callback(source.gate.set)
+        session = fleet.join({name: torch.ones(4) for name in tensors}).session
+        for collector in (RoundCollector(fleet.publisher), RoundCollector(session=session)):
+            wtransfer.hooks.register(collector)
+            stack.callback(wtransfer.hooks.unregister, collector)
+            registry.register(collector)
+        fleet.publish("v1")
+        source.gate.clear()
+        round_ = fleet.publisher.publish("v2", wait=False)
+        until(lambda: session.status().update)
+        found = list(text_string_to_metric_families(generate_latest(registry).decode()))
+        source.gate.set()
+        fleet.finish(round_)
+    return found
+
+
+def test_every_metric_and_label_of_an_alert_is_one_that_is_scraped(scraped):
     guide = (ROOT / "wtransfer/engines/README.md").read_text("utf-8")
-    documented = set(re.findall(r"``(wtransfer_\w+)``", RoundCollector.__doc__))
-    named = set(re.findall(r"\b(wtransfer_\w+)(?:\{|\s*[><=]|\))", guide))
-    assert "wtransfer_worker_info" in named
-    assert named <= documented
+    samples = [sample for family in scraped for sample in family.samples]
+    labels_of = {sample.name: set(sample.labels) for sample in samples}
+    named = set()
+    for rule in re.findall(r"alert: \w+, .*expr: '(.*)'", guide):
+        for metric, selected in re.findall(r"(wtransfer_\w+)(?:\{(.*?)\})?", rule):
+            named.add(metric)
+            grouped = re.findall(r"by \((\w+)\)", rule)
+            labels = {*re.findall(r"(\w+)[!=][=~]?\"", selected), *grouped}
+            # Prometheus adds the names of the target.
+            assert labels - {"instance", "job"} <= labels_of[metric], rule
+    assert len(named) >= 4
+
+
+def test_every_metric_that_is_scraped_is_documented_and_the_other_way_round(scraped):
+    documented = set(re.findall(r"^ *``(wtransfer_\w+)``", RoundCollector.__doc__, re.MULTILINE))
+    # A counter's family has no suffix, and beside it one for the time of its beginning.
+    shown = {family.name for family in scraped if not family.name.endswith("_created")}
+    assert {name.removesuffix("_total") for name in documented} == shown
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is missing")
+def test_unit_of_the_guide_is_one_that_systemd_reads(tmp_path):
+    guide = (ROOT / "wtransfer/engines/README.md").read_text("utf-8")
+    (unit,) = re.findall(r"```ini\n(.*?)```", guide, re.DOTALL)
+    file = tmp_path / "wtransfer-worker@.service"
+    file.write_text(unit.replace("/opt/wtransfer/bin/wtransfer", sys.executable), "utf-8")
+    verify = ["systemd-analyze", "verify", "--man=no", str(file)]
+    done = subprocess.run(verify, capture_output=True, text=True, check=False)
+    # A word that it does not know is a line of its log, and no error.
+    assert (done.returncode, done.stderr) == (0, "")

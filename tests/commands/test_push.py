@@ -275,9 +275,10 @@ def test_error_names_its_worker_as_the_user_named_it_beside_its_own_name(workers
 def test_the_log_is_written_where_it_is_asked_for_and_only_then(workers, write):
     before = logging.getLogger("wtransfer").handlers[:]
     line = r"^\d[\d: ,-]+ INFO wtransfer\.weight_sync\.trainer\.coordinator: round \w+ "
-    for level, num_lines in (("info", 1), ("warning", 0), (None, 0)):
-        option = [] if level is None else ["--log-level", level]
-        done = push(write(f"step-{level}"), *option, to=workers)
+    by_level = [(["--log-level", level], num) for level, num in (("info", 1), ("warning", 0))]
+    both = ["-v", "--log-level", "warning"]
+    for number, (option, num_lines) in enumerate([*by_level, (["-v"], 1), (both, 0), ([], 0)]):
+        done = push(*option, write(f"step-{number}"), to=workers)
         assert done.exit_code == 0
         assert len(re.findall(line, done.stderr, re.MULTILINE)) == num_lines
     assert logging.getLogger("wtransfer").handlers == before

@@ -221,6 +221,14 @@ def test_serving_engines_that_tell_a_label_alone_are_compared_by_it(serve, label
     assert status("--ready", OTHER, to=urls).exit_code == DIFFERS
 
 
+def test_versions_that_differ_count_before_a_host_that_does_not_answer(serve):
+    same, other, missing = serve("v1"), serve("v2"), f"unix:@wt-test-{secrets.token_hex(8)}"
+    for to, code in (([same, missing], UNREACHABLE), ([same, other, missing], DIFFERS)):
+        read = document(to=to)
+        assert (read["code"], [*read["unreachable"]]) == (code, [missing])
+    assert status("--ready", OTHER, to=[same, missing]).exit_code == DIFFERS
+
+
 def test_answers_that_are_no_worker_s_are_no_state(serve):
     url = serve({"of": "another shape"})
     read = document(to=[url])

@@ -20,9 +20,12 @@ WEIGHTS = {f"layer.{i}": torch.full((64, 64), float(i)) for i in range(8)}
 
 
 class WorkerProcess:
-    """One worker, forked from a zygote: it runs the command that users run."""
+    """One worker, forked from a zygote: it runs the command that users run.
 
-    def __init__(self, zygote, folder, *more, listen="tcp:127.0.0.1:0", token=None):
+    Where an engine is installed, if `site` is that folder.
+    """
+
+    def __init__(self, zygote, folder, *more, listen="tcp:127.0.0.1:0", token=None, site=None):
         self.token = token or secrets.token_hex(16)
         self.log = folder / f"worker-{secrets.token_hex(4)}.log"
         checkpoint, token_file = folder / "checkpoint", folder / "token"
@@ -33,8 +36,9 @@ class WorkerProcess:
         token_file.write_text(self.token)
         arguments = ["--checkpoint", str(checkpoint), "--listen", listen, *more]
         self.child = zygote.spawn(
-            "wtransfer.cli:main",
+            "programs:command",
             ["worker", "--token-file", str(token_file), *arguments],
+            None if site is None else str(site),
             stdout=self.log,
             stderr=self.log,
         )

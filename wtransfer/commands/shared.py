@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 """A line of the log, as commands write it."""
+_IS_LOGGING = f"{__name__}.is_logging"
 
 token_file_option = click.option(
     "--token-file", metavar="FILE", help="Owner-only file with the shared secret."
@@ -60,11 +61,12 @@ def table(rows: Sequence[Sequence[str]], num_text_columns: int) -> Iterator[str]
 
 
 def logging_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add ``--log-level``, which writes the package's log to standard error."""
+    """Add ``--log-level`` and ``-v``, which write the package's log to standard error."""
 
     def begin(context: click.Context, _parameter: click.Parameter, value: str | None) -> None:
-        if not value or context.resilient_parsing:
+        if not value or context.resilient_parsing or _IS_LOGGING in context.meta:
             return
+        context.meta[_IS_LOGGING] = True
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter(LOG_FORMAT))
         log = logging.getLogger(__name__.partition(".")[0])
@@ -78,13 +80,24 @@ def logging_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
         context.call_on_close(end)
 
-    return click.option(
+    verbose = click.option(
+        "-v",
+        is_flag=True,
+        flag_value="info",
+        expose_value=False,
+        callback=begin,
+        help="As --log-level info.",
+    )
+    level = click.option(
         "--log-level",
         type=click.Choice(["debug", "info", "warning", "error"]),
+        # Called before the other, whose place it takes.
+        is_eager=True,
         expose_value=False,
         callback=begin,
         help="Write the log to standard error, from this level on.",
-    )(command)
+    )
+    return level(verbose(command))
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

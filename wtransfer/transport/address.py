@@ -321,7 +321,8 @@ def check_same_user(sock: socket.socket) -> int:
     pid, uid = peer_credentials(sock)
     if uid != os.geteuid():
         raise AuthenticationError(
-            f"process {pid} belongs to user {uid}; only user {os.geteuid()} may connect here"
+            f"process {pid} belongs to user {uid}, this one to user {os.geteuid()}, and a Unix "
+            "socket is for one user"
         )
     return pid
 

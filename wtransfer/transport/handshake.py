@@ -346,11 +346,13 @@ def _token_from_file(path: str) -> str:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise AuthenticationError(f"token file {path!r} is not a regular file")
-        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        is_own = status.st_uid == os.geteuid()
+        if not is_own or stat.S_IMODE(status.st_mode) & 0o077:
+            advice = f"run chmod 600 {path!r}" if is_own else "run this as that user"
             raise AuthenticationError(
                 f"token file {path!r} must belong to this user and be readable by its owner only; "
                 f"it belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):03o}: "
-                f"run chmod 600 {path!r}"
+                f"{advice}"
             )
         text = os.read(fd, _MAX_TOKEN_NBYTES + 1).strip()
     finally:

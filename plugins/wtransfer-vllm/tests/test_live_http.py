@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -69,6 +70,30 @@ def test_a_checkpoint_is_pushed_from_the_command_line(server, models, fresh):
         assert done.returncode == 0, done.stdout + done.stderr
         assert json.loads(done.stdout)["outcome"] == "committed"
         assert server.tokens(PROMPTS) == fresh[name]
+
+
+def test_status_of_a_server_is_its_label_and_its_publisher_knows_the_rest(server, weights):
+    def status(*place):
+        done = subprocess.run(
+            [sys.executable, "-m", "wtransfer", "status", *place, "--json"],
+            env={**os.environ, "WTRANSFER_TOKEN": publisher.token},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.returncode, json.loads(done.stdout)
+
+    with wtransfer.Publisher(dict(weights["B"]), hosts=[server.url], deadline_s=10) as publisher:
+        report = publisher.publish("b")
+        code, told = status("--join", publisher.address, "--to", server.url)
+    assert (code, told["unreachable"]) == (0, {})
+    own, joined = told["workers"]
+    assert (own["host"], own["version"], own["state"]) == (server.url, "b", None)
+    assert (joined["host"], joined["version"], joined["state"]) == (server.url, "b", "serving")
+    assert joined["fingerprint"] == told["fingerprint"] == report.fingerprint
+    # A label is no proof.
+    code, told = status("--to", server.url, "--ready", report.fingerprint)
+    assert (code, told["workers"]) == (1, [own])
 
 
 def test_the_server_streams_while_a_transfer_takes_its_time(server, weights, record_property):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -350,6 +352,31 @@ def test_unreachable_endpoint_is_named_with_what_to_do():
     ) as caught:
         client.weight_info()
     assert "s3cret" not in str(caught.value)
+
+
+STRANGER = """
+import socket, sys
+with socket.socket(socket.AF_UNIX) as listener:
+    listener.bind("\\0" + sys.argv[1])
+    listener.listen()
+    print("listening", flush=True)
+    with listener.accept()[0] as accepted:
+        accepted.settimeout(10)
+        print(len(accepted.recv(100)))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_users_listener_at_an_abstract_name_is_not_given_the_token():
+    name = f"wt-test-{secrets.token_hex(8)}"
+    command = ["/usr/bin/env", "-i", "python3", "-c", STRANGER, name]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, user=65534, cwd="/"
+    ) as process:
+        assert process.stdout.readline().strip() == "listening"
+        with pytest.raises(AuthenticationError, match=r"belongs to user 65534.*run this as that"):
+            HttpClient(f"unix:@{name}", TOKEN).weight_info()
+        assert process.stdout.readline().strip() == "0"
 
 
 @pytest.mark.parametrize("url", ["unix:@wt-test-absent", "unix:/nowhere/worker.sock"])

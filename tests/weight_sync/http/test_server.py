@@ -469,6 +469,21 @@ def test_server_without_a_token_makes_its_own(start, monkeypatch):
         HttpClient(one.address, other.server.token).weight_info()
 
 
+GUIDE = Path(http_server.__file__).parents[2] / "engines" / "README.md"
+
+
+def test_every_route_that_is_documented_answers_and_the_guide_has_them_all(http):
+    routes = set(re.findall(r"``?(/[a-z_]+)``", http_server.__doc__))
+    guide = GUIDE.read_text("utf-8")
+    assert {"/readyz", "/finish_weight_update"} <= routes
+    assert {
+        route for route in routes if f"{route}?" not in guide and f"{route}`" not in guide
+    } == set()
+    assert "Authorization: Bearer TOKEN" in guide
+    # Each by a method that it has not: it is there, and nothing happens.
+    assert {http.delete(route).status_code for route in routes} == {405}
+
+
 # -- connections
 
 

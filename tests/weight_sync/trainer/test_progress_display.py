@@ -111,20 +111,44 @@ def test_lines_say_how_far_the_last_worker_is_at_each_tenth_and_after_a_while(
     assert capsys.readouterr().err == ""
 
 
-def test_rate_and_time_left_count_from_the_first_byte_that_was_seen(capsys, monkeypatch):
-    monkeypatch.setattr(f"{DISPLAY}._FIRST_LINE_S", 0.0)
+@pytest.fixture
+def now(monkeypatch):
+    """The time of the display, in seconds, in a list."""
     now = [100.0]
     monkeypatch.setattr(f"{DISPLAY}.time", SimpleNamespace(monotonic=lambda: now[0], strftime=str))
+    return now
 
-    class Moving:
-        """A stand-in for a round that moves as the test says."""
 
-        phase, nbytes, failed, done = "transfer", 100 * MB, False, 10 * MB
-        host_by_worker: ClassVar = {"vm:1/0": "unix:@worker-0"}
+class Moving:
+    """A stand-in for a round that moves as the test says."""
 
-        def progress(self):
-            return {"vm:1/0": self.done}
+    phase, nbytes, failed, done = "transfer", 100 * MB, False, 10 * MB
+    host_by_worker: ClassVar = {"vm:1/0": "unix:@worker-0"}
 
+    def progress(self):
+        return {"vm:1/0": self.done}
+
+
+def test_first_line_comes_after_ten_seconds_and_the_next_at_a_tenth_or_after_a_minute(capsys, now):
+    lines, round_ = Lines(), Moving()
+    # Nothing was shown for a second before.
+    for at, megabytes, num_lines in (
+        (108.9, 15, 0),
+        (109.1, 16, 1),
+        (110.0, 19, 0),
+        (111.0, 20, 1),
+        (112.0, 29, 0),
+        (113.0, 51, 1),
+        (172.9, 52, 0),
+        (173.1, 52, 1),
+    ):
+        now[0], round_.done = at, megabytes * MB
+        lines.show(round_)
+        assert capsys.readouterr().err.count(f" {megabytes} %") == num_lines, at
+
+
+def test_rate_and_time_left_count_from_the_first_byte_that_was_seen(capsys, monkeypatch, now):
+    monkeypatch.setattr(f"{DISPLAY}._FIRST_LINE_S", 0.0)
     lines = Lines()
     lines.show(round_ := Moving())
     assert capsys.readouterr().err.endswith("10.0 of 100.0 MB at unix:@worker-0 (vm:1/0)\n")

@@ -38,7 +38,7 @@ from wtransfer.errors import (
     WTransferError,
     from_wire,
 )
-from wtransfer.transport.address import parse_address
+from wtransfer.transport.address import check_same_user, parse_address
 from wtransfer.transport.handshake import resolve_token
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class HttpClient:
         PluginNotInstalledError: httpx is not installed.
         PeerLostError: The endpoint cannot be reached, or closed the connection.
         StallError: No response in time.
-        AuthenticationError: The endpoint wants another token.
+        AuthenticationError: The endpoint wants another token, or another user listens there.
         ProtocolError: The response is not JSON.
         LimitError: The response is too long.
         WTransferError: The error that the endpoint reports.
@@ -218,6 +218,8 @@ class HttpClient:
                     probe.connect(self.url.socket)
                 except OSError as error:
                     raise self._lost(error, request, deadline) from error
+                if self.url.socket.startswith("\0"):
+                    self._check_user(probe)
         # With a transport of its own, the client uses no proxy of the environment: the token is for
         # this endpoint only. And only HTTPS needs the certificates, which take 30 ms to read.
         transport = httpx.HTTPTransport(
@@ -248,6 +250,16 @@ class HttpClient:
             raise ProtocolError(
                 f"{self.name} answered {request} with status {response.status_code} and no JSON: "
                 f"{_shown(raw)!r}; is a worker of wtransfer there?",
+                worker=self.name,
+            ) from error
+
+    def _check_user(self, probe: socket.socket) -> None:
+        """Keep the token from other users: any of them may listen at an abstract name."""
+        try:
+            check_same_user(probe)
+        except AuthenticationError as error:
+            raise AuthenticationError(
+                f"{self.name} is another user's: {error}; run this as that user",
                 worker=self.name,
             ) from error
 
