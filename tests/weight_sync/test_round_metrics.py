@@ -36,6 +36,10 @@ def scraped():
         yield observe
 
 
+def ended(outcome, side, error=""):
+    return "wtransfer_rounds_ended_total", error, outcome, side
+
+
 def changes(before, after):
     """What counts, and by how much it has grown."""
     return {
@@ -45,7 +49,7 @@ def changes(before, after):
     }
 
 
-def test_a_committed_round_is_counted_on_both_sides(fleet, weights, scraped):
+def test_a_committed_round_is_counted_on_both_sides(fleet, weights, scraped, until):
     made = fleet(weights)
     for _ in range(2):
         made.join()
@@ -57,6 +61,8 @@ def test_a_committed_round_is_counted_on_both_sides(fleet, weights, scraped):
 
     report = made.publish("v1")
 
+    # Nothing waits for the observers of a worker.
+    until(lambda: read().get(ended("committed", "worker")) == 2)
     after = read()
     stages = ("init", "plan", "transfer", "prepare", "commit", "finish", "total")
     worker_stages = ("accept", "transfer", "verify", "wait", "commit")
@@ -95,21 +101,23 @@ def test_a_catch_up_does_not_make_the_weights_younger(fleet, weights, scraped, u
     assert read()["wtransfer_weights_age_seconds",] == 0
 
 
-def test_an_aborted_round_is_counted_by_its_error_and_changes_nothing_else(fleet, weights, scraped):
+def test_an_aborted_round_is_counted_by_its_error_and_changes_nothing_else(
+    fleet, weights, scraped, until
+):
     made = fleet(weights, nonfinite="reject")
     made.join()
     read = scraped(made.publisher)
     first = made.publish("v1")
+    until(lambda: read().get(ended("committed", "worker")) == 1)
     before = read()
     floats = next(each for each in weights.values() if each.is_floating_point())
     floats.view(-1)[0] = torch.nan
     with pytest.raises(NonfiniteError):
         made.publish("v2")
+    until(lambda: read().get(ended("aborted", "worker", "RoundAbortedError")) == 1)
     after = read()
-    counted = changes(before, after)
-    # The engine's thread of the worker tells of its end when it comes to it.
-    counted.pop(("wtransfer_rounds_ended_total", "RoundAbortedError", "aborted", "worker"), None)
-    assert counted == {
+    assert changes(before, after) == {
+        ("wtransfer_rounds_ended_total", "RoundAbortedError", "aborted", "worker"): 1,
         ("wtransfer_rounds_started_total", "trainer"): 1,
         ("wtransfer_rounds_started_total", "worker"): 1,
         ("wtransfer_rounds_ended_total", "NonfiniteError", "aborted", "trainer"): 1,
@@ -124,7 +132,9 @@ def test_outcomes_of_the_publisher_are_counted_from_zero(fleet, weights, scraped
         assert read["wtransfer_rounds_ended_total", "", outcome, "trainer"] == 0
 
 
-def test_a_mixed_round_shows_in_the_workers_that_hold_its_version(fleet, weights, scraped, join):
+def test_a_mixed_round_shows_in_the_workers_that_hold_its_version(
+    fleet, weights, scraped, join, until
+):
     made = fleet(weights)
     broken = join(made)
     made.join()
@@ -133,6 +143,7 @@ def test_a_mixed_round_shows_in_the_workers_that_hold_its_version(fleet, weights
     broken.target.fails_at, broken.target.keeps_failing = 0, True
     report = made.publish("v1")
     assert report.outcome == "mixed"
+    until(lambda: read().get(ended("aborted", "worker", "CommitError")))
     now = read()
     # Catch-ups of the one that stays behind may have followed, and fail as well.
     assert now["wtransfer_rounds_ended_total", "", "mixed", "trainer"] >= 1

@@ -389,7 +389,11 @@ class WorkerSession:
             )
 
     def close(self) -> None:
-        """Leave the publisher. The model keeps the weights that it has."""
+        """Leave the publisher. The model keeps the weights that it has.
+
+        Observers are notified of all that has happened before the call returns; one that has not
+        returned within 5 s is left behind.
+        """
         self._committer.close()
 
     def __enter__(self) -> Self:
