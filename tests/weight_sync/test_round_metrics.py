@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import wtransfer
-from wtransfer.errors import NonfiniteError, RoundAbortedError
+from wtransfer.errors import NonfiniteError, RoundAbortedError, RoundBusyError, SchemaError
 from wtransfer.metrics import RoundCollector
 
 
@@ -20,8 +21,8 @@ def scraped():
     """Register a collector as an operator would; return what a server reads: key -> number."""
     with contextlib.ExitStack() as stack:
 
-        def observe(publisher=None):
-            collector = RoundCollector(publisher)
+        def observe(publisher=None, **options):
+            collector = RoundCollector(publisher, **options)
             wtransfer.hooks.register(collector)
             stack.callback(wtransfer.hooks.unregister, collector)
             registry = CollectorRegistry(auto_describe=True)
@@ -41,11 +42,12 @@ def ended(outcome, side, error=""):
 
 
 def changes(before, after):
-    """What counts, and by how much it has grown."""
+    """What counts, and by how much it has grown; seconds are no count."""
     return {
         key: number - before.get(key, 0)
         for key, number in after.items()
         if key[0].endswith(("_total", "_count")) and number != before.get(key, 0)
+        if not key[0].endswith("_seconds_total")
     }
 
 
@@ -99,6 +101,152 @@ def test_a_catch_up_does_not_make_the_weights_younger(fleet, weights, scraped, u
     weights["layer.0"] += 1
     made.publish("v2")
     assert read()["wtransfer_weights_age_seconds",] == 0
+
+
+def test_catch_ups_are_counted_apart(fleet, weights, scraped, until):
+    made = fleet(weights)
+    made.join()
+    read = scraped(made.publisher)
+    made.publish("v1")
+    assert not [key for key in read() if key[0] == "wtransfer_catch_ups_total"]
+    late = made.join()
+    until(lambda: late.session.status().pending)
+    made.step()
+    until(lambda: read().get(("wtransfer_catch_ups_total", "", "committed")) == 1)
+    assert read()[ended("committed", "trainer")] == 2
+
+
+def test_a_round_under_way_shows_its_bytes_and_its_workers_where_asked(
+    fleet, gated, scraped, until
+):
+    gated.gate.clear()
+    made = fleet(gated)
+    sessions = [
+        made.join({name: torch.zeros_like(each) for name, each in gated.tensors.items()}).session
+        for _ in range(2)
+    ]
+    of_the_fleet, of_all = scraped(made.publisher), scraped(made.publisher, per_worker=True)
+    of_one = scraped(session=sessions[0])
+    round_ = made.publisher.publish("v1", wait=False)
+    assert gated.reached.wait(10.0)
+    # No bucket is full, so none was announced: the worker has only the plan.
+    until(lambda: ("wtransfer_update_bytes", "plan") in of_one())
+    now = of_all()
+    nbytes = sum(each.nbytes for each in gated.tensors.values())
+    assert now["wtransfer_round_bytes", "transfer"] == nbytes
+    assert 0 <= now["wtransfer_round_staged_bytes", "transfer"] < nbytes
+    for session in sessions:
+        status = session.status()
+        info = "wtransfer_joined_worker_info", status.fingerprint, "fresh", "", status.worker
+        assert now[info] == 1
+        assert 0 <= now["wtransfer_joined_worker_staged_bytes", status.worker] < nbytes
+        assert now["wtransfer_joined_worker_state_seconds", status.worker] >= 0
+    assert not [key for key in of_the_fleet() if key[0].startswith("wtransfer_joined")]
+    idle_s = of_one()["wtransfer_update_idle_seconds", "plan"]
+    assert of_one()["wtransfer_update_idle_seconds", "plan"] > idle_s
+    gated.gate.set()
+    assert made.finish(round_).ok
+    over = {name for name, *_ in of_all()} | {name for name, *_ in of_one()}
+    assert not over & {"wtransfer_round_bytes", "wtransfer_update_idle_seconds"}
+    assert "wtransfer_joined_worker_staged_bytes" not in over
+
+
+def test_bytes_that_come_are_progress_of_an_update(fleet, gated, until):
+    gated.gate.clear()
+    made = fleet(gated)
+    model = {name: torch.zeros_like(each) for name, each in gated.tensors.items()}
+    session = made.join(model).session
+    round_ = made.publisher.publish("v1", wait=False)
+    assert gated.reached.wait(10.0)
+    until(lambda: session.status().update)
+    until(lambda: session.status().update.idle_s > 0.2)
+    gated.gate.set()
+    until(lambda: session.status().pending)
+    status = session.status().update
+    assert status.idle_s < status.age_s - 0.2
+    assert made.finish(round_).ok
+
+
+def test_refused_plans_are_counted_by_reason_and_later_failures_are_not(
+    fleet, weights, scraped, until
+):
+    made = fleet(weights, nonfinite="reject")
+    misfit = made.join({"another": torch.zeros(1)})
+    read = scraped(made.publisher)
+    with pytest.raises(SchemaError) as caught:
+        made.publish("v1")
+    assert caught.value.phase == "plan"
+    until(lambda: read().get(ended("aborted", "worker", "SchemaError")) == 1)
+    made.members.remove(misfit)
+    misfit.session.close()
+    until(lambda: not made.publisher.workers())
+    made.join()
+    next(each for each in weights.values() if each.is_floating_point()).view(-1)[0] = torch.nan
+    with pytest.raises(NonfiniteError):
+        made.publish("v2")
+    until(lambda: read().get(ended("aborted", "worker", "RoundAbortedError")) == 1)
+    refused = {key: number for key, number in read().items() if "plans_refused" in key[0]}
+    assert refused == {("wtransfer_plans_refused_total", "SchemaError"): 1}
+
+
+def test_plan_that_comes_while_a_commit_is_pending_is_counted_as_refused(
+    fleet, weights, scraped, until, unapplied
+):
+    made = fleet(weights)
+    read = scraped(made.publisher)
+    unapplied(made)
+    with pytest.raises(RoundBusyError):
+        made.publisher.publish("v2")
+    until(lambda: read().get(("wtransfer_plans_refused_total", "RoundBusyError")) == 1)
+
+
+def test_refused_tokens_are_counted_at_both_ends_from_zero(fleet, weights, scraped, until):
+    made = fleet(weights)
+    read = scraped(made.publisher)
+    before = read()
+    refused = "wtransfer_peers_refused_total"
+    for door in ("listener", "dialer", "http"):
+        assert (refused, door, "AuthenticationError") in before
+    with wtransfer.WorkerSession(
+        {"w": torch.zeros(1)}, join=made.publisher.address, token="another"
+    ):
+        until(lambda: len(changes(before, read())) == 2)
+        assert changes(before, read()) == {
+            (refused, "dialer", "AuthenticationError"): 1,
+            (refused, "listener", "AuthenticationError"): 1,
+        }
+
+
+def test_seconds_of_observers_are_summed_by_hook(fleet, weights, scraped, until):
+    class Slow:
+        @wtransfer.hookimpl
+        def wtransfer_round_started(self):
+            time.sleep(0.1)
+
+    made = fleet(weights)
+    made.join()
+    read = scraped(made.publisher)
+    before = read()
+    seconds = "wtransfer_observers_seconds_total"
+    assert {key[1] for key in before if key[0] == seconds} == {
+        "wtransfer_backend_loaded",
+        "wtransfer_round_aborted",
+        "wtransfer_round_ended",
+        "wtransfer_round_started",
+        "wtransfer_weights_committed",
+    }
+    slow = Slow()
+    wtransfer.hooks.register(slow)
+    try:
+        assert made.publish("v1").ok
+        until(lambda: read().get(ended("committed", "worker")) == 1)
+    finally:
+        wtransfer.hooks.unregister(slow)
+    after = read()
+    grown = {key[1]: after[key] - before[key] for key in before if key[0] == seconds}
+    # Once on the trainer, once on the worker.
+    assert grown["wtransfer_round_started"] >= 0.2
+    assert grown["wtransfer_round_aborted"] == 0
 
 
 def test_an_aborted_round_is_counted_by_its_error_and_changes_nothing_else(

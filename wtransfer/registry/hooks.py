@@ -169,6 +169,7 @@ def wtransfer_round_ended(  # noqa: PLR0917  # an observer declares those that i
     seconds: Mapping[str, float],
     nbytes: int,
     num_workers: int,
+    is_catch_up: bool,
 ) -> None:
     """A round of the publisher is over, with any outcome; on the trainer only.
 
@@ -187,6 +188,7 @@ def wtransfer_round_ended(  # noqa: PLR0917  # an observer declares those that i
             aborted, the last one is the phase that it was aborted in.
         nbytes: Bytes of the update; 0 until it is planned.
         num_workers: Workers that took part.
+        is_catch_up: True if it brought the current version to workers that lacked it.
     """
 
 
@@ -200,6 +202,7 @@ class PluginManager(pluggy.PluginManager):
         super().__init__(PROJECT)
         self.add_hookspecs(sys.modules[__name__])
         self._lock = threading.RLock()
+        self._seconds = dict.fromkeys((hook for hook in HOOKS if hook != LOAD), 0.0)
         self._overdue: dict[int, tuple[object, Call, int]] = {}
         """Identity of an observer -> itself, its call that was given up, and its process."""
         self._callers: dict[threading.Thread, threading.Thread] = {}
@@ -340,11 +343,12 @@ class PluginManager(pluggy.PluginManager):
         for observer in reversed(caller.get_hookimpls()):
             observe = functools.partial(observer.function, *(facts[n] for n in observer.argnames))
             begun = time.monotonic()
+            skipped = False
             try:
                 make(observer.plugin, observe)
             except _SkippedError as error:
+                skipped = True
                 logger.error("%s %s", hook_name, error)  # noqa: TRY400  # the frames are ours
-                continue
             # CancelledError and pytest's outcomes are no Exception.
             except BaseException as error:
                 # Ctrl-C strikes the main thread wherever it is: it is not the observer's error.
@@ -352,12 +356,20 @@ class PluginManager(pluggy.PluginManager):
                 if isinstance(error, KeyboardInterrupt) and on_main:
                     raise
                 logger.exception("observer %r failed in %s", observer.plugin, hook_name)
-            if (took_s := time.monotonic() - begun) > SLOW_S:
+            took_s = time.monotonic() - begun
+            with self._lock:
+                self._seconds[hook_name] += took_s
+            if took_s > SLOW_S and not skipped:
                 logger.warning("%s took %.1f s in %s", hook_name, took_s, _named(observer.plugin))
 
     def observes(self, hook_name: str) -> bool:
         """Return whether there is an observer of a hook."""
         return bool(getattr(self.hook, hook_name).get_hookimpls())
+
+    def seconds(self) -> dict[str, float]:
+        """Return, by hook, the seconds for which its observers were waited for so far."""
+        with self._lock:
+            return dict(self._seconds)
 
     def caller_of(self, thread: threading.Thread) -> threading.Thread:
         """Return the thread that waits for an observer on this thread; else the thread itself."""

@@ -126,7 +126,7 @@ class StagedUpdate:
         self._layout: TensorLayout | None = None
         self._staging: Staging | None = None
         self._progress_at = 0.0
-        self.started_at = time.monotonic()
+        self.started_at = self.moved_at = time.monotonic()
         self.staged_nbytes = 0
         """Bytes staged so far; before the plan is accepted, proven to be here already."""
 
@@ -267,7 +267,7 @@ class StagedUpdate:
 
     def _progress(self, nbytes: int) -> None:
         self.staged_nbytes = nbytes
-        now = time.monotonic()
+        now = self.moved_at = time.monotonic()
         if now - self._progress_at >= PROGRESS_INTERVAL_S:
             self._progress_at = now
             self._participant.publisher.send(Progress(self.round_id, nbytes))
@@ -380,7 +380,7 @@ class Participant:
             self._state.plan(update)
         except WTransferError as error:
             busy = error
-            self._notify_aborted(update, busy)
+            self._notify_aborted(update, busy, is_refused=True)
             self.runner.submit(lambda: self._answer_failure(update, busy, Refuse))
         else:
             self._queue(update, StagedUpdate.judge_plan, Refuse)
@@ -395,7 +395,9 @@ class Participant:
             if update.dropped is not None:
                 return
             try:
-                self.publisher.send(step(update))
+                message = step(update)
+                update.moved_at = time.monotonic()
+                self.publisher.send(message)
             except BaseException as error:
                 if not isinstance(error, WTransferError):
                     logger.exception("round %s failed", update.round_id)
@@ -404,7 +406,7 @@ class Participant:
                 with self._state.changed:
                     # Under one lock: the plan of the next round may come at any time.
                     if failed := self._state.failed(update, str(error)):
-                        self._notify_aborted(update, error)
+                        self._notify_aborted(update, error, is_refused=answer is Refuse)
                 if failed:
                     self._answer_failure(update, error, answer)
 
@@ -417,7 +419,12 @@ class Participant:
         self._on_error(error if isinstance(error, WTransferError) else info.rebuild())
         self.publisher.send(answer(update.round_id, info))
 
-    def _notify_aborted(self, update: StagedUpdate, error: BaseException) -> None:
+    def _notify_aborted(
+        self, update: StagedUpdate, error: BaseException, *, is_refused: bool = False
+    ) -> None:
+        if is_refused and isinstance(error, WTransferError):
+            # So that observers tell a refused plan from a round that failed later.
+            error.add_facts(phase="plan")
         self.member.observers.notify("wtransfer_round_aborted", error=error, **update.facts)
 
 

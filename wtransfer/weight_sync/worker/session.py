@@ -83,6 +83,8 @@ class UpdateStatus:
     """Bytes that are here so far."""
     age_s: float
     """Seconds since its plan came."""
+    idle_s: float
+    """Seconds since bytes of it came, or a step of the round was done."""
 
 
 @dataclass(frozen=True)
@@ -414,4 +416,5 @@ def _on_its_way(update: StagedUpdate | None, phase: str | None, now: float) -> U
         nbytes=0 if manifest is None else manifest.nbytes,
         staged_nbytes=update.staged_nbytes,
         age_s=now - update.started_at,
+        idle_s=now - update.moved_at,
     )
