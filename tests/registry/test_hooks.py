@@ -18,6 +18,7 @@ from wtransfer.errors import (
     PluginTypeError,
     UnknownBackendError,
 )
+from wtransfer.registry import hooks
 from wtransfer.registry.hooks import Notifications, PluginManager, hookimpl
 
 COMMIT = {"version": "v", "fingerprint": "f", "round_id": "r", "worker": None}
@@ -229,6 +230,32 @@ def test_notifications_behind_a_slow_observer_are_not_held_for_long(
     assert caplog.text.count("is kept from") == 19
     hanging.gate.set()
     assert hanging.over.wait(5.0)
+
+
+def test_notification_that_comes_late_waits_for_an_observer_the_less(later, until):
+    class Recording(PluginManager):
+        """Notes how long observers would be waited for, and lets the first call wait."""
+
+        def __init__(self):
+            super().__init__()
+            self.waits, self.gate = [], threading.Event()
+
+        def notify_within(self, within_s, hook_name, **facts):
+            self.waits.append(within_s)
+            assert self.gate.wait(10.0)
+
+    recording = Recording()
+    recording.register(Observer())
+    notifications = Notifications(recording)
+    notifications.notify("wtransfer_weights_committed", **COMMIT)
+    until(lambda: recording.waits)
+    notifications.notify("wtransfer_weights_committed", **COMMIT)
+    later(hooks.WITHIN_S)
+    notifications.notify("wtransfer_weights_committed", **COMMIT)
+    recording.gate.set()
+    notifications.close(wait=True)
+    assert recording.waits[1] == hooks.LEAST_S
+    assert hooks.LEAST_S < recording.waits[2] <= hooks.WITHIN_S
 
 
 def test_notification_after_the_close_is_made(board, notifications, until):

@@ -198,6 +198,10 @@ def test_plan_that_comes_while_a_commit_is_pending_is_counted_as_refused(
     with pytest.raises(RoundBusyError):
         made.publisher.publish("v2")
     until(lambda: read().get(("wtransfer_plans_refused_total", "RoundBusyError")) == 1)
+    # Beside the one that is pending, each that has ended had begun.
+    now = read()
+    refused = now[ended("aborted", "worker", "RoundBusyError")]
+    assert now["wtransfer_rounds_started_total", "worker"] == 1 + refused
 
 
 def test_refused_tokens_are_counted_at_both_ends_from_zero(fleet, weights, scraped, until):
