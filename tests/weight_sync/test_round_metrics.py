@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import time
 from types import SimpleNamespace
 
@@ -12,8 +13,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import wtransfer
+from wtransfer.engines.factory import WeightTransferEngineFactory
 from wtransfer.errors import NonfiniteError, RoundAbortedError, RoundBusyError, SchemaError
 from wtransfer.metrics import RoundCollector
+from wtransfer.testing.fakes import MemoryEngine
+from wtransfer.weight_sync.messages import FleetStatus, RoundStatus
+from wtransfer.weight_sync.report import WorkerInfo
 
 
 @pytest.fixture
@@ -151,20 +156,57 @@ def test_a_round_under_way_shows_its_bytes_and_its_workers_where_asked(
     assert "wtransfer_joined_worker_staged_bytes" not in over
 
 
-def test_bytes_that_come_are_progress_of_an_update(fleet, gated, until):
-    gated.gate.clear()
-    made = fleet(gated)
-    model = {name: torch.zeros_like(each) for name, each in gated.tensors.items()}
-    session = made.join(model).session
+class PausingEngine(MemoryEngine):
+    """Delivers each tensor when it is let go."""
+
+    turns: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def receive_weights(self, update_info, load_weights):
+        def load(pairs):
+            self.turns.get(timeout=10.0)
+            load_weights(pairs)
+
+        super().receive_weights(update_info, load)
+
+
+def test_bytes_that_come_are_progress_of_an_update(fleet, weights, scraped, until):
+    WeightTransferEngineFactory.register_engine("tests-pausing", PausingEngine)
+    made = fleet(weights, engine="tests-pausing")
+    session = made.join().session
+    read = scraped(made.publisher)
     round_ = made.publisher.publish("v1", wait=False)
-    assert gated.reached.wait(10.0)
-    until(lambda: session.status().update)
+    until(lambda: (now := session.status().update) and now.phase == "transfer")
     until(lambda: session.status().update.idle_s > 0.2)
-    gated.gate.set()
-    until(lambda: session.status().pending)
-    status = session.status().update
-    assert status.idle_s < status.age_s - 0.2
+    PausingEngine.turns.put(None)
+    until(lambda: session.status().update.staged_nbytes)
+    now = session.status().update
+    first = weights["layer.0"].nbytes
+    assert (now.phase, now.staged_nbytes) == ("transfer", first)
+    assert now.idle_s < now.age_s - 0.2
+    until(lambda: read()["wtransfer_round_staged_bytes", "transfer"] == first)
+    for _ in range(len(weights) - 1):
+        PausingEngine.turns.put(None)
     assert made.finish(round_).ok
+
+
+class ToldPublisher:
+    """Stand-in for a publisher whose round is under way: two workers of three take part."""
+
+    def status(self):
+        workers = [
+            WorkerInfo(f"w{number}", "i", 0, 1, None, "f", "fresh", nbytes=nbytes)
+            for number, nbytes in enumerate((7, 5, None))
+        ]
+        under_way = RoundStatus("r", "v1", "transfer", 9, age_s=3.0, idle_s=1.0, is_catch_up=False)
+        return FleetStatus(None, None, workers, [], {}, under_way, None)
+
+
+def test_bytes_of_a_round_are_those_of_its_slowest_worker(scraped):
+    now = scraped(ToldPublisher(), per_worker=True)()
+    assert now["wtransfer_round_bytes", "transfer"] == 9
+    assert now["wtransfer_round_staged_bytes", "transfer"] == 5
+    staged = {key[1]: number for key, number in now.items() if "joined_worker_staged" in key[0]}
+    assert staged == {"w0": 7, "w1": 5}
 
 
 def test_refused_plans_are_counted_by_reason_and_later_failures_are_not(
