@@ -270,7 +270,11 @@ class SerialThread:
 
     def runs_here(self) -> bool:
         """Return whether the caller runs on this thread."""
-        return threading.current_thread() is self._thread
+        return self.runs(threading.current_thread())
+
+    def runs(self, thread: threading.Thread) -> bool:
+        """Return whether this is the thread."""
+        return thread is self._thread
 
     def given_up(self) -> str | None:
         """Return the description of a given-up call that has not returned; None: no such call."""

@@ -32,7 +32,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from wtransfer.errors import PluginNotInstalledError, WTransferError
-from wtransfer.registry.hooks import hookimpl
+from wtransfer.registry.hooks import board, hookimpl
+from wtransfer.transport.handshake import refusals
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from wtransfer.weight_sync.messages import FleetStatus
-    from wtransfer.weight_sync.report import Report
+    from wtransfer.weight_sync.report import Report, WorkerInfo
     from wtransfer.weight_sync.trainer.publisher import Publisher
     from wtransfer.weight_sync.worker.session import WorkerSession, WorkerStatus
 
@@ -56,7 +57,8 @@ class RoundCollector:
     """Counts weight rounds; register it with `wtransfer.hooks` and a ``CollectorRegistry``.
 
     The collector observes the begin and end of rounds and does nothing in between. Catch-ups of
-    late workers are rounds as well.
+    late workers are rounds as well. What is counted has no more series than there are outcomes and
+    classes of errors; workers have a series each only where ``per_worker`` asks for it.
 
     =========================================  ==================================================
     metric                                     meaning
@@ -68,6 +70,17 @@ class RoundCollector:
                                                publisher failed after its commit was sent). Of a
                                                worker: ``committed``, ``aborted``; a commit that is
                                                rolled back is counted as both.
+    ``wtransfer_catch_ups_total``              Those rounds of the trainer that were catch-ups of
+                                               late workers, by ``outcome`` and ``error``.
+    ``wtransfer_plans_refused_total``          Plans that a worker has refused, by class of
+                                               ``error``.
+    ``wtransfer_peers_refused_total``          Peers that this process has refused, or that have
+                                               refused it, by class of ``error``: a wrong token is
+                                               an ``AuthenticationError``; by ``door``:
+                                               ``listener`` (of workers, of KV cache), ``dialer``
+                                               or ``http``.
+    ``wtransfer_observers_seconds_total``      Seconds for which observers were waited for, by
+                                               ``hook``.
     ``wtransfer_round_seconds``                Histogram by ``stage`` of the publisher, ``total``
                                                among them; rounds that have a report.
     ``wtransfer_round_worker_seconds``         Histogram by ``stage`` of each worker, likewise.
@@ -80,6 +93,16 @@ class RoundCollector:
     ``wtransfer_round_age_seconds``            Of the round under way, by ``phase``; likewise.
     ``wtransfer_round_idle_seconds``           Seconds since the trainer or a worker of it made
                                                progress; likewise.
+    ``wtransfer_round_bytes``                  Bytes of its update, by ``phase``; likewise.
+    ``wtransfer_round_staged_bytes``           Those that the slowest worker of it has staged, by
+                                               ``phase``; likewise.
+    ``wtransfer_joined_worker_info``           1; of each joined worker the ``worker``, the
+                                               ``version`` and ``fingerprint`` of its weights, and
+                                               its ``state``; with a publisher and ``per_worker``.
+    ``wtransfer_joined_worker_state_seconds``  Seconds since they last changed, by ``worker``;
+                                               likewise.
+    ``wtransfer_joined_worker_staged_bytes``   Bytes of the round under way that it has staged, by
+                                               ``worker``; likewise.
     ``wtransfer_worker_info``                  1; the ``worker``, the ``version`` and
                                                ``fingerprint`` of its weights, and its ``state``;
                                                with a session.
@@ -87,24 +110,33 @@ class RoundCollector:
                                                likewise.
     ``wtransfer_update_bytes``                 Of the update on its way, by ``phase``; likewise.
     ``wtransfer_update_staged_bytes``          Those that are here so far; likewise.
+    ``wtransfer_update_idle_seconds``          Seconds since bytes of it came, or a step of its
+                                               round was done; likewise.
     =========================================  ==================================================
 
     Args:
         publisher: Publisher whose workers are shown.
         session: Session whose weights are shown.
+        per_worker: Show each joined worker of the publisher as well. Default names of workers
+            contain the process: each restart then begins new series.
 
     Raises:
         PluginNotInstalledError: prometheus-client is not installed.
     """
 
     def __init__(
-        self, publisher: Publisher | None = None, session: WorkerSession | None = None
+        self,
+        publisher: Publisher | None = None,
+        session: WorkerSession | None = None,
+        *,
+        per_worker: bool = False,
     ) -> None:
         _families()
         import prometheus_client as client
 
         self._publisher = publisher
         self._session = session
+        self._per_worker = per_worker
         self._committed: tuple[str, str, float] | None = None
         # In no registry: the metrics are collected through this object.
         self._started = client.Counter(
@@ -115,6 +147,15 @@ class RoundCollector:
             "Weight rounds that ended",
             ["side", "outcome", "error"],
             registry=None,
+        )
+        self._catch_ups = client.Counter(
+            "wtransfer_catch_ups",
+            "Weight rounds that were catch-ups of late workers",
+            ["outcome", "error"],
+            registry=None,
+        )
+        self._refused = client.Counter(
+            "wtransfer_plans_refused", "Plans that a worker has refused", ["error"], registry=None
         )
         if publisher is not None:
             # At 0 from the start: the rate of a series does not show its first count.
@@ -160,16 +201,21 @@ class RoundCollector:
     @hookimpl
     def wtransfer_round_aborted(self, error: BaseException, worker: str | None) -> None:
         """Count a round that a worker did not commit."""
-        if worker is not None:
-            self._ended.labels(_side(worker), "aborted", type(error).__name__).inc()
+        if worker is None:
+            return
+        self._ended.labels(_side(worker), "aborted", type(error).__name__).inc()
+        if getattr(error, "phase", None) == "plan":
+            self._refused.labels(type(error).__name__).inc()
 
     @hookimpl
     def wtransfer_round_ended(
-        self, outcome: str, report: Report | None, error: BaseException | None
+        self, outcome: str, report: Report | None, error: BaseException | None, is_catch_up: bool
     ) -> None:
         """Count the outcome of a round of the publisher."""
         name = "" if error is None else type(error).__name__
         self._ended.labels(_side(None), outcome, name).inc()
+        if is_catch_up:
+            self._catch_ups.labels(outcome, name).inc()
         if report is None:
             return
         for stage, seconds in report.seconds.items():
@@ -188,9 +234,17 @@ class RoundCollector:
     def collect(self) -> Iterator[Metric]:
         """Yield every metric."""
         core = _families()
-        counts = (self._started, self._ended, self._seconds, self._worker_seconds, self._nbytes)
-        for each in counts:
+        for each in (
+            self._started,
+            self._ended,
+            self._catch_ups,
+            self._refused,
+            self._seconds,
+            self._worker_seconds,
+            self._nbytes,
+        ):
             yield from each.collect()
+        yield from _of_the_process()
         if self._committed is not None:
             version, fingerprint, since = self._committed
             yield core.GaugeMetricFamily(
@@ -230,6 +284,53 @@ class RoundCollector:
             yield _gauge("wtransfer_round_age_seconds", "Age of a round", now.age_s, by_phase)
             text = "Seconds since a round made progress"
             yield _gauge("wtransfer_round_idle_seconds", text, now.idle_s, by_phase)
+            text = "Bytes of the update of a round"
+            yield _gauge("wtransfer_round_bytes", text, now.nbytes, by_phase)
+            staged = [each.nbytes for each in workers if each.nbytes is not None]
+            text += " that its slowest worker has staged"
+            yield _gauge("wtransfer_round_staged_bytes", text, min(staged, default=0), by_phase)
+        if self._per_worker:
+            yield from _each_of(workers)
+
+
+def _of_the_process() -> Iterator[Metric]:
+    core = _families()
+    refused = core.CounterMetricFamily(
+        "wtransfer_peers_refused",
+        "Peers that were refused, or have refused this process",
+        labels=["door", "error"],
+    )
+    for (door, error), number in refusals.counts().items():
+        refused.add_metric([door, error], number)
+    yield refused
+    waited = core.CounterMetricFamily(
+        "wtransfer_observers_seconds", "Seconds that observers were waited for", labels=["hook"]
+    )
+    for hook, seconds in board.seconds().items():
+        waited.add_metric([hook], seconds)
+    yield waited
+
+
+def _each_of(workers: list[WorkerInfo]) -> Iterator[Metric]:
+    core, prefix = _families(), "wtransfer_joined_worker"
+    info = core.GaugeMetricFamily(
+        f"{prefix}_info",
+        "The joined worker and its weights",
+        labels=["worker", "version", "fingerprint", "state"],
+    )
+    since = core.GaugeMetricFamily(
+        f"{prefix}_state_seconds", "Seconds since these last changed", labels=["worker"]
+    )
+    staged = core.GaugeMetricFamily(
+        f"{prefix}_staged_bytes", "Bytes of the round that it has staged", labels=["worker"]
+    )
+    # Sessions of one process have one name by default; a scrape has each series once.
+    for name, each in {each.worker: each for each in workers}.items():
+        info.add_metric([name, each.version or "", each.fingerprint, each.state], 1)
+        since.add_metric([name], each.since_s)
+        if each.nbytes is not None:
+            staged.add_metric([name], each.nbytes)
+    yield from (info, since, staged)
 
 
 def _held(status: WorkerStatus) -> Iterator[Metric]:
@@ -252,6 +353,8 @@ def _held(status: WorkerStatus) -> Iterator[Metric]:
         yield _gauge("wtransfer_update_bytes", text, update.nbytes, phase)
         text += " that are here so far"
         yield _gauge("wtransfer_update_staged_bytes", text, update.staged_nbytes, phase)
+        text = "Seconds since the update on its way made progress"
+        yield _gauge("wtransfer_update_idle_seconds", text, update.idle_s, phase)
 
 
 def _gauge(name: str, text: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:

@@ -51,9 +51,17 @@ def site(tmp_path):
 
 
 @pytest.fixture
+def light_torch(site):
+    """Stand-in for torch that starts at once, for backends that import nothing of it."""
+    (site / "torch.py").write_text("class Tensor: ...")
+
+
+@pytest.fixture
 def python(site):
     def run(*arguments, **environ):
         clean = {k: v for k, v in os.environ.items() if not k.startswith("WTRANSFER_")}
+        # Torch reads all entry points when it is imported, and fails on those that are malformed.
+        clean["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
         path = os.pathsep.join(filter(None, [str(site), clean.get("PYTHONPATH")]))
         return subprocess.run(
             [sys.executable, *arguments],
@@ -120,6 +128,7 @@ def test_unreadable_setting_is_one_line(cli):
     assert done.stderr.startswith("Error: WTRANSFER_PIN has the entry 'nonsense'")
 
 
+@pytest.mark.usefixtures("light_torch")
 def test_show_loads_and_prints_what_is_declared(cli):
     done = cli("plugins", "show", "ACME", "--json")
     assert done.returncode == 0, done.stderr
@@ -136,6 +145,7 @@ def test_show_loads_and_prints_what_is_declared(cli):
     assert "usable        yes" in text
 
 
+@pytest.mark.usefixtures("light_torch")
 @pytest.mark.parametrize("form", ["@staticmethod\n    def available()", "def available(self)"])
 def test_show_and_check_say_why_a_backend_is_not_usable_on_this_machine(cli, site, form):
     says = f"    {form}: raise OSError('no such device here')\n"
@@ -151,6 +161,7 @@ def test_show_and_check_say_why_a_backend_is_not_usable_on_this_machine(cli, sit
     assert (f", not usable on this machine: {told}" in check) == (told is not None)
 
 
+@pytest.mark.usefixtures("light_torch")
 @pytest.mark.parametrize(
     ("more", "shown"),
     [
@@ -163,6 +174,48 @@ def test_show_tells_the_contract_that_a_backend_states_itself(cli, site, more, s
     (site / "acme_engine.py").write_text(ENGINE + more)
     (card,) = json.loads(cli("plugins", "show", "acme", "--json").stdout)
     assert card["declared"]["contract_version"] == shown
+
+
+@pytest.mark.parametrize("how", ["does not start", "is not installed", "meets a broken backend"])
+def test_show_and_check_say_that_torch_is_broken(cli, site, how):
+    environ = {}
+    if how == "does not start":
+        (site / "torch.py").write_text("raise OSError('libc10.so: cannot open shared object file')")
+        told = "OSError: libc10.so: cannot open shared object file. Every backend"
+    elif how == "is not installed":
+        # As an import finds it where there is none.
+        (site / "torch.py").write_text(
+            "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')"
+        )
+        told = "ModuleNotFoundError: No module named 'torch'. Every backend"
+    else:
+        environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"
+        told = "Concerned: malformed-wt. Every backend that needs torch is affected. Repair"
+    done = cli("plugins", "show", "acme", "--json", **environ)
+    (card,) = json.loads(done.stdout)
+    assert (done.returncode, card["usable"]) == (1, False)
+    text = "The weight transfer engine 'acme' (acme-wt 1.0) cannot be loaded: `import torch` itself"
+    assert card["error"]["message"].startswith(text)
+    assert told in card["error"]["message"]
+    done = cli("plugins", "check", "acme", **environ)
+    assert done.returncode == 1
+    assert f"PluginBrokenError: {text}" in done.stdout
+    assert told in done.stdout
+    # Listing looks at nothing but metadata.
+    listed = cli("plugins", "list", **environ)
+    assert listed.returncode == 0
+    assert ["acme", "acme-wt", "1.0", "discovered", "found"] in [
+        line.split()[1:] for line in listed.stdout.splitlines()
+    ]
+
+
+@pytest.mark.parametrize("name", ["OffloadingConnector", "wtransfer:file"])
+def test_show_says_of_every_kind_that_torch_is_broken(cli, site, name):
+    (site / "torch.py").write_text("raise OSError('libc10.so')")
+    done = cli("plugins", "show", name, "--json")
+    assert done.returncode == 1
+    for card in json.loads(done.stdout):
+        assert "`import torch` itself fails: OSError: libc10.so." in card["error"]["message"]
 
 
 def test_show_of_a_broken_backend_prints_the_whole_error(cli):
@@ -260,6 +313,7 @@ def test_misspelt_settings_are_warned_of(cli, command):
     ]
 
 
+@pytest.mark.usefixtures("light_torch")
 def test_show_as_json_is_json_whatever_a_plugin_prints(site, cli):
     noisy = "import os\nprint('[1]')\nos.write(1, b'[2]')\n"
     (site / "acme_engine.py").write_text(noisy + ENGINE)
@@ -268,6 +322,7 @@ def test_show_as_json_is_json_whatever_a_plugin_prints(site, cli):
     assert ("[1]" in done.stderr, "[2]" in done.stderr) == (True, True)
 
 
+@pytest.mark.usefixtures("light_torch")
 def test_check_hears_a_backend_whatever_its_import_prints_or_starts(site, cli):
     left = site / "left"
     noisy = f"""
@@ -414,8 +469,7 @@ visit(main, [])
 
 
 def test_names_and_help_need_no_extra(python):
-    # Without that, torch fails on the entry points that cannot be read.
-    done = python("-c", WITHOUT, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    done = python("-c", WITHOUT)
     assert done.returncode == 0, done.stderr
     needing = [line for line in done.stdout.splitlines() if line.startswith("needs")]
     assert needing == ["needs the server: WorkerServer"]
@@ -446,6 +500,7 @@ def describe(kind, name, options):
 """
 
 
+@pytest.mark.usefixtures("light_torch")
 def test_show_prints_what_each_serving_engine_says_also_if_one_fails(cli, site):
     info = site / "some_host-2.0.dist-info"
     info.mkdir()
@@ -471,8 +526,7 @@ def test_show_prints_what_each_serving_engine_says_also_if_one_fails(cli, site):
 
 def test_show_lists_options(cli):
     def shown(name):
-        # Without that, torch fails on the entry points that cannot be read.
-        done = cli("plugins", "show", name, "--json", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+        done = cli("plugins", "show", name, "--json")
         (card,) = json.loads(done.stdout)
         return {each["name"]: each for each in card["options"]}
 

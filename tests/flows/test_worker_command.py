@@ -54,7 +54,7 @@ def test_its_weights_are_its_own_whatever_happens_to_the_files(start, tmp_path):
 
 
 @pytest.mark.parametrize("commit", ["adopt", "copy"])
-def test_worker_command_commits_a_published_version_and_logs_it(start, commit):
+def test_worker_command_commits_a_published_version_and_logs_it(start, commit, until):
     worker = start("--commit", commit).until_ready()
     changed = {name: tensor + 1 for name, tensor in WEIGHTS.items()}
     with Publisher(changed, hosts=[worker.url], host_token=worker.token) as publisher:
@@ -62,8 +62,14 @@ def test_worker_command_commits_a_published_version_and_logs_it(start, commit):
     worker.until_it_says(f"now 'step-1': {report.fingerprint} (verified by digests)")
     digests = HttpClient(worker.url, worker.token).weight_info(digests=True)["digests"]
     assert digests == {name: digest(tensor) for name, tensor in changed.items()}
-    scraped = worker.ask(b"GET /metrics\r\n\r\n")[0].decode()
-    assert 'wtransfer_rounds_ended_total{error="",outcome="committed",side="worker"} 1.0' in scraped
+
+    def scrape():
+        return worker.ask(b"GET /metrics\r\n\r\n")[0].decode()
+
+    counted = 'wtransfer_rounds_ended_total{error="",outcome="committed",side="worker"} 1.0'
+    # The worker waits for no observer.
+    until(lambda: counted in scrape())
+    scraped = scrape()
     assert f'fingerprint="{report.fingerprint}",state="serving",version="step-1"' in scraped
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import os
 import re
 import sys
@@ -17,7 +18,8 @@ from wtransfer.errors import (
     PluginTypeError,
     UnknownBackendError,
 )
-from wtransfer.registry.hooks import PluginManager, hookimpl
+from wtransfer.registry import hooks
+from wtransfer.registry.hooks import Notifications, PluginManager, hookimpl
 
 COMMIT = {"version": "v", "fingerprint": "f", "round_id": "r", "worker": None}
 
@@ -187,6 +189,117 @@ def test_error_of_an_observer_on_a_thread_of_its_own_is_logged(board, caplog, er
     board.notify_within(5.0, "wtransfer_weights_committed", **COMMIT)
     assert "Bad" in caplog.text
     assert "wtransfer_weights_committed" in caplog.text
+
+
+@pytest.fixture
+def notifications(board):
+    made = Notifications(board)
+    yield made
+    made.close(wait=True)
+
+
+def commit(number):
+    return {**COMMIT, "version": number}
+
+
+def test_notifications_of_a_worker_keep_their_order_and_wait_for_no_observer(board, notifications):
+    hanging, observer = Hanging(), Observer()
+    board.register(observer)
+    board.register(hanging)
+    for number in range(20):
+        notifications.notify("wtransfer_weights_committed", **commit(number))
+    assert observer.notified == []
+    hanging.gate.set()
+    notifications.close(wait=True)
+    assert observer.notified == [*range(20)]
+
+
+def test_notifications_behind_a_slow_observer_are_not_held_for_long(
+    board, notifications, caplog, monkeypatch, until
+):
+    monkeypatch.setattr("wtransfer.registry.hooks.WITHIN_S", 0.1)
+    monkeypatch.setattr("wtransfer.registry.hooks.LEAST_S", 0.01)
+    hanging, observer = Hanging(), Observer()
+    board.register(observer)
+    board.register(hanging)
+    for number in range(20):
+        notifications.notify("wtransfer_weights_committed", **commit(number))
+    until(lambda: len(observer.notified) == 20)
+    assert hanging.num_called == 1
+    assert caplog.text.count("has not returned within") == 1
+    assert caplog.text.count("is kept from") == 19
+    hanging.gate.set()
+    assert hanging.over.wait(5.0)
+
+
+def test_notification_that_comes_late_waits_for_an_observer_the_less(later, until):
+    class Recording(PluginManager):
+        """Notes how long observers would be waited for, and lets the first call wait."""
+
+        def __init__(self):
+            super().__init__()
+            self.waits, self.gate = [], threading.Event()
+
+        def notify_within(self, within_s, hook_name, **facts):
+            self.waits.append(within_s)
+            assert self.gate.wait(10.0)
+
+    recording = Recording()
+    recording.register(Observer())
+    notifications = Notifications(recording)
+    notifications.notify("wtransfer_weights_committed", **COMMIT)
+    until(lambda: recording.waits)
+    notifications.notify("wtransfer_weights_committed", **COMMIT)
+    later(hooks.WITHIN_S)
+    notifications.notify("wtransfer_weights_committed", **COMMIT)
+    recording.gate.set()
+    notifications.close(wait=True)
+    assert recording.waits[1] == hooks.LEAST_S
+    assert hooks.LEAST_S < recording.waits[2] <= hooks.WITHIN_S
+
+
+def test_notification_after_the_close_is_made(board, notifications, until):
+    observer = Observer()
+    board.register(observer)
+    notifications.notify("wtransfer_weights_committed", **COMMIT)
+    notifications.close(wait=True)
+    assert observer.notified == ["v"]
+    notifications.notify("wtransfer_weights_committed", **COMMIT)
+    until(lambda: observer.notified == ["v", "v"])
+
+
+def test_notification_for_which_there_is_no_thread_is_logged(
+    board, notifications, caplog, monkeypatch
+):
+    observer = Observer()
+    board.register(observer)
+    with monkeypatch.context() as patched:
+
+        def refuse(_thread):
+            raise RuntimeError("can't start new thread")
+
+        patched.setattr(threading.Thread, "start", refuse)
+        notifications.notify("wtransfer_weights_committed", **COMMIT)
+    assert f"is kept from {Observer.__module__}.Observer: can't start new thread" in caplog.text
+    notifications.notify("wtransfer_weights_committed", **commit("next"))
+    notifications.close(wait=True)
+    assert observer.notified == ["next"]
+
+
+def test_observer_of_a_worker_is_called_in_the_context_of_its_event(board, notifications):
+    spans, span = [], contextvars.ContextVar("span")
+
+    class Tracing:
+        @hookimpl
+        def wtransfer_weights_committed(self):
+            spans.append((span.get(), notifications.calls_here()))
+
+    board.register(Tracing())
+    span.set("step")
+    notifications.notify("wtransfer_weights_committed", **COMMIT)
+    notifications.close(wait=True)
+    assert spans == [("step", True)]
+    assert not notifications.calls_here()
 
 
 def test_class_is_refused(board):

@@ -40,7 +40,7 @@ def traced():
     assert tracer._open == {}
 
 
-def test_a_round_is_a_span_of_its_phases_within_the_callers(traced, fleet, weights):
+def test_a_round_is_a_span_of_its_phases_within_the_callers(traced, fleet, weights, until):
     made = fleet(weights)
     for _ in range(2):
         made.join()
@@ -71,6 +71,7 @@ def test_a_round_is_a_span_of_its_phases_within_the_callers(traced, fleet, weigh
         )
     assert phases[0].start_time == span.start_time
     assert phases[-1].end_time <= span.end_time
+    until(lambda: len(spans("wtransfer.update")) == 2)
     updates = spans("wtransfer.update")
     assert {each.attributes["wtransfer.worker"] for each in updates} == {"worker-0", "worker-1"}
     for each in updates:
@@ -78,7 +79,7 @@ def test_a_round_is_a_span_of_its_phases_within_the_callers(traced, fleet, weigh
         assert each.attributes["wtransfer.fingerprint"] == report.fingerprint
 
 
-def test_sessions_of_one_name_have_a_span_each(traced, fleet, weights):
+def test_sessions_of_one_name_have_a_span_each(traced, fleet, weights, until):
     made = fleet(weights)
     # The default name: that of the process.
     names = {made.join(name="").session.status().worker for _ in range(2)}
@@ -87,8 +88,8 @@ def test_sessions_of_one_name_have_a_span_each(traced, fleet, weights):
     _, spans = traced
     (span,) = spans("wtransfer.round")
     assert span.attributes["wtransfer.num_workers"] == 2
+    until(lambda: len(spans("wtransfer.update")) == 2)
     updates = spans("wtransfer.update")
-    assert len(updates) == 2
     assert {each.attributes["wtransfer.worker"] for each in updates} == names
     assert len(names) == 1
 

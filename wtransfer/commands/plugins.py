@@ -369,6 +369,8 @@ def _card(
         elif record.kind is SPECS and issubclass(cls, pkgutil.resolve_name(TIER)):
             own = options_cls if isinstance(options_cls, tuple) else (options_cls,)
             options_cls = (*own, "wtransfer.specs.tier:TierOptions")
+        # Its module may do without; what it moves are tensors.
+        host.loader.check_torch(record)
     except PluginError as error:
         return {**row, **_failure(error, with_traceback)}
     missing = _missing(cls)

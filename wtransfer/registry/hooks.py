@@ -14,10 +14,10 @@ registered automatically, and so is a backend's object that implements a hook, u
 ``shutdown``.
 
 Observers observe: they are called one by one, and the error of one is logged and affects neither
-the others nor the caller. Calls come on the thread where the event happened, so observers must not
-block; those of a publisher's round come on threads of their own, and a publisher waits for each no
-longer than its deadline. An observer that takes more than a second is named in the log. There is no
-hook per tensor or block.
+the others nor the caller. Those of a load are called on the thread that loads, so they must not
+block; those of a round come on threads of their own. A publisher waits for each no longer than its
+deadline; a worker's round waits for none (`Notifications`). An observer that takes more than a
+second is named in the log. There is no hook per tensor or block.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pluggy
 
-from wtransfer.calls import Call
+from wtransfer.calls import Call, SerialThread
+from wtransfer.deadline import Deadline
 from wtransfer.errors import AlreadyRegisteredError, PluginTypeError, StallError
 
 if TYPE_CHECKING:
@@ -49,6 +50,10 @@ logger = logging.getLogger(__name__)
 
 SLOW_S = 1.0
 """Seconds after which an observer is named in the log."""
+WITHIN_S = 5.0
+"""Seconds from an event of a worker until its observers that have not returned are left behind."""
+LEAST_S = 0.1
+"""Least wait for an observer of a worker, in seconds, however late its call."""
 
 
 class Report(Protocol):
@@ -164,6 +169,7 @@ def wtransfer_round_ended(  # noqa: PLR0917  # an observer declares those that i
     seconds: Mapping[str, float],
     nbytes: int,
     num_workers: int,
+    is_catch_up: bool,
 ) -> None:
     """A round of the publisher is over, with any outcome; on the trainer only.
 
@@ -182,6 +188,7 @@ def wtransfer_round_ended(  # noqa: PLR0917  # an observer declares those that i
             aborted, the last one is the phase that it was aborted in.
         nbytes: Bytes of the update; 0 until it is planned.
         num_workers: Workers that took part.
+        is_catch_up: True if it brought the current version to workers that lacked it.
     """
 
 
@@ -195,6 +202,7 @@ class PluginManager(pluggy.PluginManager):
         super().__init__(PROJECT)
         self.add_hookspecs(sys.modules[__name__])
         self._lock = threading.RLock()
+        self._seconds = dict.fromkeys((hook for hook in HOOKS if hook != LOAD), 0.0)
         self._overdue: dict[int, tuple[object, Call, int]] = {}
         """Identity of an observer -> itself, its call that was given up, and its process."""
         self._callers: dict[threading.Thread, threading.Thread] = {}
@@ -335,11 +343,12 @@ class PluginManager(pluggy.PluginManager):
         for observer in reversed(caller.get_hookimpls()):
             observe = functools.partial(observer.function, *(facts[n] for n in observer.argnames))
             begun = time.monotonic()
+            skipped = False
             try:
                 make(observer.plugin, observe)
             except _SkippedError as error:
+                skipped = True
                 logger.error("%s %s", hook_name, error)  # noqa: TRY400  # the frames are ours
-                continue
             # CancelledError and pytest's outcomes are no Exception.
             except BaseException as error:
                 # Ctrl-C strikes the main thread wherever it is: it is not the observer's error.
@@ -347,8 +356,20 @@ class PluginManager(pluggy.PluginManager):
                 if isinstance(error, KeyboardInterrupt) and on_main:
                     raise
                 logger.exception("observer %r failed in %s", observer.plugin, hook_name)
-            if (took_s := time.monotonic() - begun) > SLOW_S:
+            took_s = time.monotonic() - begun
+            with self._lock:
+                self._seconds[hook_name] += took_s
+            if took_s > SLOW_S and not skipped:
                 logger.warning("%s took %.1f s in %s", hook_name, took_s, _named(observer.plugin))
+
+    def observes(self, hook_name: str) -> bool:
+        """Return whether there is an observer of a hook."""
+        return bool(getattr(self.hook, hook_name).get_hookimpls())
+
+    def seconds(self) -> dict[str, float]:
+        """Return, by hook, the seconds for which its observers were waited for so far."""
+        with self._lock:
+            return dict(self._seconds)
 
     def caller_of(self, thread: threading.Thread) -> threading.Thread:
         """Return the thread that waits for an observer on this thread; else the thread itself."""
@@ -361,11 +382,12 @@ class PluginManager(pluggy.PluginManager):
             _SkippedError: It has not returned in time, or has not yet from an earlier call, or no
                 thread can be started for it.
         """
-        earlier = self._overdue.get(id(plugin))
-        # A fork()ed child has the call and not its thread.
-        is_here = earlier is not None and earlier[2] == os.getpid()
-        if earlier is not None and is_here and not earlier[1].done.is_set():
-            raise _SkippedError(f"is kept from {_named(plugin)}, which has not returned yet")
+        if (earlier := self._overdue.get(id(plugin))) is not None:
+            # A fork()ed child has the call and not its thread.
+            if earlier[2] == os.getpid() and not earlier[1].done.is_set():
+                raise _SkippedError(f"is kept from {_named(plugin)}, which has not returned yet")
+            # Here and not after the call: another thread's, begun before, may be overdue by then.
+            self._overdue.pop(id(plugin), None)
         context, caller, own = contextvars.copy_context(), threading.current_thread(), []
 
         def run() -> None:
@@ -389,8 +411,8 @@ class PluginManager(pluggy.PluginManager):
                 # No one waits for it any more: it may wait for the round.
                 self._callers.pop(thread, None)
             self._overdue[id(plugin)] = plugin, call, os.getpid()
-            raise _SkippedError(f"has not returned within {within_s:g} s from {_named(plugin)}")
-        self._overdue.pop(id(plugin), None)
+            within = f"{round(within_s, 2):g} s"
+            raise _SkippedError(f"has not returned within {within} from {_named(plugin)}")
         try:
             call.outcome()
         except KeyboardInterrupt as error:
@@ -404,6 +426,71 @@ class PluginManager(pluggy.PluginManager):
                 yield options.get("specname") or name, options
 
 
+class Notifications:
+    """Notifies observers of a worker's events, in their order, on a thread that nothing waits for.
+
+    So no observer delays a round, nor a host that has paused its serving engine for a commit.
+
+    The order is that in which `notify` was called. A worker calls it under the lock of its state,
+    together with the event: the next event, which may be the plan of the next round, needs that
+    lock, so its notification comes later.
+
+    The queue holds no notification for long: each is made within `WITHIN_S` of its event, or with a
+    wait of `LEAST_S` for each observer. Behind an observer that is slow again and again, later ones
+    are thus not waited for, and are kept from it while it runs.
+    """
+
+    def __init__(self, board: PluginManager) -> None:
+        self._board = board
+        self._calls = SerialThread(_NOTIFIER)
+        self._closed = False
+        # Not `Changed`: it is held for a put, and never while anything is waited for.
+        self._lock = threading.Lock()
+
+    def notify(self, hook_name: str, **facts: object) -> None:
+        """Queue the notification, with the caller's context; never waits for an observer.
+
+        Args:
+            hook_name: As in `PluginManager.notify`.
+            **facts: Likewise.
+        """
+        if not self._board.observes(hook_name):
+            return
+        deadline, context = Deadline(WITHIN_S), contextvars.copy_context()
+
+        def call() -> None:
+            within_s = max(deadline.remaining(), LEAST_S)
+            context.run(self._board.notify_within, within_s, hook_name, **facts)
+
+        try:
+            with self._lock:
+                if self._closed:
+                    # Of the commit that was being applied as its worker was closed: the last event.
+                    self._calls = SerialThread(_NOTIFIER)
+                self._calls.submit(call)
+                if self._closed:
+                    self._calls.stop()
+        except RuntimeError:
+            # No thread: there is none for an observer either, which is logged of each of them.
+            self._board.notify_within(LEAST_S, hook_name, **facts)
+
+    def calls_here(self) -> bool:
+        """Return whether the caller is an observer that is being notified."""
+        return self._calls.runs(self._board.caller_of(threading.current_thread()))
+
+    def close(self, *, wait: bool) -> None:
+        """End the thread when everything is notified.
+
+        Args:
+            wait: Wait for that, for at most `WITHIN_S`.
+        """
+        with self._lock:
+            self._closed = True
+            self._calls.stop()
+        if wait:
+            self._calls.join(WITHIN_S)
+
+
 class _SkippedError(StallError):
     """An observer has not returned, or was not called; the text names it."""
 
@@ -412,6 +499,8 @@ def _named(plugin: object) -> str:
     kind = type(plugin)
     return getattr(plugin, "__name__", None) or f"{kind.__module__}.{kind.__qualname__}"
 
+
+_NOTIFIER = "wtransfer-observers"
 
 HOOKS = tuple(name for name in list(vars()) if name.startswith("wtransfer_"))
 

@@ -22,6 +22,7 @@ import re
 import sys
 import threading
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -149,6 +150,14 @@ class Loader:
             )
         return outcome
 
+    def check_torch(self, record: Record) -> None:
+        """Import torch for a backend that was loaded: one may be loaded without, and not used.
+
+        Raises:
+            PluginBrokenError: Torch cannot be imported, or not in time.
+        """
+        self._import(replace(record, value="torch:Tensor"))
+
     def _load(self, record: Record) -> type:
         self._check_requirements(record)
         if record.target is not None:
@@ -236,7 +245,8 @@ class Loader:
                 )
         if error is None:
             return found
-        if "<module>" in _functions_of_torch(error):
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+        if is_missing or "<module>" in _functions_of_torch(error):
             # Torch cannot be imported twice: later tries fail for reasons that mislead.
             error = self._torch_error = self._torch_error or error
             problem = _explain_torch(error, self._catalog)

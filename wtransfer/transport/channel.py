@@ -72,6 +72,7 @@ from wtransfer.transport.handshake import (
     TrainerHandshake,
     WorkerHandshake,
     new_token,
+    refusals,
     resolve_token,
     shake_hands,
 )
@@ -722,6 +723,7 @@ class Listener(_Endpoint):
         if not left and now - self._warned_at >= _WARN_EVERY_S:
             level, self._warned_at = logging.WARNING, now
         log.log(level, "%s refused a peer: %s", self.address, error)
+        refusals.add("listener", error)
         try:
             self._on_refused(error)
         except Exception:
@@ -911,6 +913,7 @@ class Dialer(_Endpoint):
             self._dial_later()
             return
         # One side refuses the other; trying again soon would not change that.
+        refusals.add("dialer", error)
         try:
             self._on_refused(error)
         except Exception:

@@ -24,6 +24,8 @@ import hmac
 import os
 import secrets
 import stat
+import threading
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from wtransfer.deadline import Deadline
+    from wtransfer.errors import WTransferError
 
 PROTOCOL = 5
 """Version of the frames, the handshake and the messages; peers must have the same one."""
@@ -362,3 +365,35 @@ def _token_from_file(path: str) -> str:
             f"token file {path!r} must hold 1 to {_MAX_TOKEN_NBYTES} bytes of text"
         )
     return text.decode(errors="surrogateescape")
+
+
+class Refusals:
+    """Counts, since the process began, the peers that were refused or have refused it.
+
+    For metrics: a count costs nothing, however many strangers come.
+    """
+
+    def __init__(self) -> None:
+        # At 0 from the start: the rate of a series does not show its first count.
+        first = AuthenticationError.__name__
+        self._counts = Counter({(door, first): 0 for door in ("listener", "dialer", "http")})
+        self._lock = threading.Lock()
+
+    def add(self, door: str, error: WTransferError) -> None:
+        """Count a refusal.
+
+        Args:
+            door: ``listener``, ``dialer`` or ``http``.
+            error: Why.
+        """
+        with self._lock:
+            self._counts[door, type(error).__name__] += 1
+
+    def counts(self) -> dict[tuple[str, str], int]:
+        """Return the numbers, by door and class of the error."""
+        with self._lock:
+            return dict(self._counts)
+
+
+refusals = Refusals()
+"""Refusals of this process."""

@@ -305,6 +305,24 @@ def test_metrics_are_those_of_the_given_registry(start, weights):
     registry.unregister(rounds)
 
 
+def test_refused_tokens_of_requests_are_counted(start):
+    registry = CollectorRegistry()
+    worker = start(metrics=registry)
+    rounds = RoundCollector(session=worker.session)
+    registry.register(rounds)
+    labels = {"door": "http", "error": "AuthenticationError"}
+
+    def counted():
+        return registry.get_sample_value("wtransfer_peers_refused_total", labels)
+
+    before = counted()
+    for given in ({}, {"authorization": "Bearer another"}, BEARER):
+        with worker.http(headers=given) as http:
+            http.get("/metrics")
+    assert counted() == before + 2
+    registry.unregister(rounds)
+
+
 def test_metrics_that_are_not_there_say_how_to_get_them(http):
     answer = http.get("/metrics")
     assert (answer.status_code, "wtransfer[metrics]" in answer.text) == (404, True)

@@ -242,7 +242,7 @@ def test_observers_of_an_abort_do_not_hold_up_the_channel(publisher, join, obser
     publisher.say(Plan("r", "v1", Manifest(())))
     publisher.mail.expect(Accept)
     publisher.say(Abort("r", "no more"))
-    assert slow.threads.get(timeout=TIMEOUT_S) == "wtransfer-engine"
+    assert slow.threads.get(timeout=TIMEOUT_S) == "wtransfer-observer"
 
 
 def test_every_round_that_ends_had_begun_for_observers(publisher, join, observe):
@@ -284,7 +284,7 @@ def test_every_round_that_ends_had_begun_for_observers(publisher, join, observe)
     ]
 
 
-def test_the_publisher_hears_of_a_commit_before_observers_do(publisher, join, observe):
+def test_the_publisher_hears_of_a_commit_before_observers_do(publisher, join, observe, until):
     class Waiting:
         outcome = None
 
@@ -296,10 +296,11 @@ def test_the_publisher_hears_of_a_commit_before_observers_do(publisher, join, ob
     session = join()
     order_commit(publisher)
     assert session.commit_pending(TIMEOUT_S)
+    until(lambda: waiting.outcome)
     assert waiting.outcome == "committed"
 
 
-def test_an_observer_that_commits_gets_an_error_and_no_deadlock(publisher, join, observe):
+def test_an_observer_that_commits_gets_an_error_and_no_deadlock(publisher, join, observe, until):
     refused = []
 
     class Committing:
@@ -314,5 +315,5 @@ def test_an_observer_that_commits_gets_an_error_and_no_deadlock(publisher, join,
     session = join()
     order_commit(publisher)
     assert session.commit_pending(TIMEOUT_S)
-    assert len(refused) == 2
+    until(lambda: len(refused) == 2)
     assert not session.commit_pending()

@@ -55,7 +55,7 @@ from wtransfer.errors import (
     WTransferError,
 )
 from wtransfer.transport.address import ListeningSocket, check_same_user
-from wtransfer.transport.handshake import new_token, resolve_token
+from wtransfer.transport.handshake import new_token, refusals, resolve_token
 from wtransfer.weight_sync.messages import ErrorInfo
 
 try:
@@ -253,6 +253,7 @@ class _BoundedProtocol(H11Protocol):
                 check_same_user(peer)
             except AuthenticationError as error:
                 logger.info("refused a peer: %s", error)
+                refusals.add("http", error)
                 transport.abort()
                 return
         self._await_headers()
@@ -322,6 +323,7 @@ class _TokenBackend(AuthenticationBackend):
             with contextlib.suppress(binascii.Error):
                 secret = base64.b64decode(credentials, validate=True).partition(b":")[2]
         if not hmac.compare_digest(_hashed(secret), self._expected):
+            refusals.add("http", AuthenticationError())
             raise TokenError
         return AuthCredentials(), SimpleUser("wtransfer")
 

@@ -424,6 +424,7 @@ class Coordinator:
             seconds=clock.seconds,
             nbytes=self.nbytes,
             num_workers=len(self.members),
+            is_catch_up=self.is_resend,
             **self._identity(),
         )
 

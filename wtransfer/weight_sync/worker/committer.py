@@ -116,6 +116,8 @@ class Committer:
         self.joined = joined
         self.weight_state = WeightState[StagedUpdate](place.num_ranks, joined.send)
         """The worker's present, previous and next weights."""
+        self.observers = hooks.Notifications(hooks.board)
+        """Notifies observers of the worker's rounds."""
         self.last_error: WTransferError | None = None
         """Why the last update was refused or not applied; None once an update is applied."""
         self._target = target
@@ -159,10 +161,11 @@ class Committer:
             ForkedError: As `check_usable`.
         """
         self.check_usable()
-        if self._model.is_held_here():
+        # An observer has a thread of its own, which does not own the model.
+        if self._model.is_held_here() or self.observers.calls_here():
             raise RoundBusyError(
-                "this thread is applying an update already: do not call commit_pending or "
-                "discard_pending from a hook or a target; call them between two steps"
+                "this is called within an update: do not call commit_pending or discard_pending "
+                "from a hook or a target; call them between two steps"
             )
 
     def commit(self) -> bool:
@@ -184,11 +187,11 @@ class Committer:
     def discard(self) -> bool:
         """Drop the pending update; return whether there was one."""
         self.check_between_steps()
-        with self._model:
+        with self._model, self.weight_state.changed:
             pending = self.weight_state.discard()
-        if pending is not None:
-            declined = RoundAbortedError("the host of the model declined the version")
-            self.notify_aborted(pending, declined)
+            if pending is not None:
+                declined = RoundAbortedError("the host of the model declined the version")
+                self.notify_aborted(pending, declined)
         return pending is not None
 
     def weights_lost(self, reason: str) -> None:
@@ -210,11 +213,15 @@ class Committer:
             return {name: digest(tensor) for name, tensor in (self._present() or {}).items()}
 
     def close(self) -> None:
-        """Leave the publisher and drop what is pending."""
-        if os.getpid() == self._pid:
-            call_apart(self._close, "wtransfer-close")
+        """Leave the publisher and drop what is pending; observers are notified of it first.
 
-    def _close(self) -> None:
+        They are waited for as `hooks.WITHIN_S` says, but not by one of themselves.
+        """
+        if os.getpid() == self._pid:
+            wait = not self.observers.calls_here()
+            call_apart(lambda: self._close(wait), "wtransfer-close")
+
+    def _close(self, wait: bool) -> None:
         with self.joined.lock:
             if self.weight_state.closed:
                 return
@@ -223,6 +230,7 @@ class Committer:
             self.joined.close()
         if pending is not None:
             self.notify_aborted(pending, RoundAbortedError("the worker session was closed"))
+        self.observers.close(wait=wait)
 
     # -- for the publisher's thread, without waits
 
@@ -301,9 +309,9 @@ class Committer:
         logger.warning("%s refuses an update: %s", self.name, self.last_error)
 
     def notify_aborted(self, pending: Pending[StagedUpdate], error: WTransferError) -> None:
-        """Tell observers that the model does not have an update whose commit was ordered."""
+        """Notify that the model does not have an update whose commit was ordered."""
         error.add_facts(**pending.update.facts)
-        hooks.notify("wtransfer_round_aborted", error=error, **pending.update.facts)
+        self.observers.notify("wtransfer_round_aborted", error=error, **pending.update.facts)
 
     def _present(self) -> Mapping[str, torch.Tensor] | None:
         target = self._target
@@ -369,8 +377,16 @@ class Committer:
             self._target.apply(handed)
             pending.update.seconds["commit"] = time.monotonic() - begun
             # Inside `try`: an interrupt after `apply` would leave new weights under the old label.
-            # Observers come after: the publisher waits for the ack, with a deadline.
-            state.applied(pending, previous, keep=self._keep_previous)
+            with state.changed:
+                state.applied(pending, previous, keep=self._keep_previous)
+                # Under one lock: the ack is sent, and the plan that it lets come is notified later.
+                self.observers.notify(
+                    "wtransfer_weights_committed",
+                    version=held.version,
+                    fingerprint=held.fingerprint,
+                    round_id=pending.update.round_id,
+                    worker=self.name,
+                )
         except BaseException as error:
             if state.has_applied(pending):
                 raise
@@ -379,13 +395,6 @@ class Committer:
             )
         self.last_error = None
         logger.info("%s has committed %r (%s)", self.name, held.version, held.fingerprint)
-        hooks.notify(
-            "wtransfer_weights_committed",
-            version=held.version,
-            fingerprint=held.fingerprint,
-            round_id=pending.update.round_id,
-            worker=self.name,
-        )
         return None
 
     def _whole(self, held: WeightSet, previous: WeightSet) -> Mapping[str, torch.Tensor]:
@@ -451,8 +460,10 @@ class Committer:
         )
         failure.restored = restored
         self.last_error = ErrorInfo.of(failure).rebuild()
-        self.weight_state.not_applied(pending, previous, failure, restored=restored)
-        self.notify_aborted(pending, failure)
+        with self.weight_state.changed:
+            # As in `_apply`.
+            self.weight_state.not_applied(pending, previous, failure, restored=restored)
+            self.notify_aborted(pending, failure)
         if cause is None or isinstance(cause, Exception):
             return Failure(failure, cause)
         return Failure(cause)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Protocol
 from wtransfer.calls import Flag, forget_frames
 from wtransfer.errors import PeerError, ProtocolError, RoundAbortedError, WTransferError
 from wtransfer.manifest import Manifest
-from wtransfer.registry import hooks
 from wtransfer.transport.channel import Dialer
 from wtransfer.transport.layout import TensorLayout
 from wtransfer.transport.memory import require_memory
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
 
     import msgspec
 
+    from wtransfer.registry.hooks import Notifications
     from wtransfer.transport.channel import Connection
     from wtransfer.weight_sync.messages import Hello
     from wtransfer.weight_sync.worker.weight_state import Answered, Pending, WeightState
@@ -76,6 +76,7 @@ class Member(Protocol):
     cast_hint: str
     """How a user allows the cast, for errors."""
     weight_state: WeightState[StagedUpdate]
+    observers: Notifications
 
     def hello(self, host: str | None) -> Hello:
         """Return the first message to a publisher."""
@@ -125,7 +126,7 @@ class StagedUpdate:
         self._layout: TensorLayout | None = None
         self._staging: Staging | None = None
         self._progress_at = 0.0
-        self.started_at = time.monotonic()
+        self.started_at = self.moved_at = time.monotonic()
         self.staged_nbytes = 0
         """Bytes staged so far; before the plan is accepted, proven to be here already."""
 
@@ -266,7 +267,7 @@ class StagedUpdate:
 
     def _progress(self, nbytes: int) -> None:
         self.staged_nbytes = nbytes
-        now = time.monotonic()
+        now = self.moved_at = time.monotonic()
         if now - self._progress_at >= PROGRESS_INTERVAL_S:
             self._progress_at = now
             self._participant.publisher.send(Progress(self.round_id, nbytes))
@@ -339,10 +340,7 @@ class Participant:
             return
         error = RoundAbortedError(f"the round was ended: {update.dropped}")
         logger.info("%s drops %r: %s", self.member.name, update.version, update.dropped)
-        # Not here, on the channel's thread: slow observers would cost the connection.
-        self.runner.submit(
-            lambda: hooks.notify("wtransfer_round_aborted", error=error, **update.facts)
-        )
+        self._notify_aborted(update, error)
         self.runner.abort_in_background(update.running)
 
     def begin_anew(self) -> None:
@@ -360,7 +358,7 @@ class Participant:
     def _dropped(self, pending: Pending[StagedUpdate] | None, reason: str) -> None:
         if pending is not None:
             error = RoundAbortedError(f"the update was dropped before it was applied: {reason}")
-            self.runner.submit(lambda: self.member.notify_aborted(pending, error))
+            self.member.notify_aborted(pending, error)
 
     def layout_of(self, manifest: Manifest) -> TensorLayout:
         """Return the checked layout of a manifest; mostly that of the round before."""
@@ -375,12 +373,14 @@ class Participant:
         if isinstance(plan.manifest, Manifest):
             self._manifest = plan.manifest
         update = StagedUpdate(plan, self._manifest, self)
-        # First: every end of the round queues behind this on the engine's thread.
-        self.runner.submit(lambda: hooks.notify("wtransfer_round_started", **update.facts))
+        # First: no end of the round is notified before it has begun for the state. The end of an
+        # earlier one was, under the lock that `end_round` has taken just now.
+        self.member.observers.notify("wtransfer_round_started", **update.facts)
         try:
             self._state.plan(update)
         except WTransferError as error:
             busy = error
+            self._notify_aborted(update, busy, is_refused=True)
             self.runner.submit(lambda: self._answer_failure(update, busy, Refuse))
         else:
             self._queue(update, StagedUpdate.judge_plan, Refuse)
@@ -395,13 +395,19 @@ class Participant:
             if update.dropped is not None:
                 return
             try:
-                self.publisher.send(step(update))
+                message = step(update)
+                update.moved_at = time.monotonic()
+                self.publisher.send(message)
             except BaseException as error:
                 if not isinstance(error, WTransferError):
                     logger.exception("round %s failed", update.round_id)
                 # The frames that raised are over; observers and logs may keep the error for long.
                 forget_frames(error)
-                if self._state.failed(update, str(error)):
+                with self._state.changed:
+                    # Under one lock: the plan of the next round may come at any time.
+                    if failed := self._state.failed(update, str(error)):
+                        self._notify_aborted(update, error, is_refused=answer is Refuse)
+                if failed:
                     self._answer_failure(update, error, answer)
 
         update.running = self.runner.submit(run)
@@ -409,10 +415,17 @@ class Participant:
     def _answer_failure(
         self, update: StagedUpdate, error: BaseException, answer: type[Refuse | Fault]
     ) -> None:
-        hooks.notify("wtransfer_round_aborted", error=error, **update.facts)
         info = ErrorInfo.of(error)
         self._on_error(error if isinstance(error, WTransferError) else info.rebuild())
         self.publisher.send(answer(update.round_id, info))
+
+    def _notify_aborted(
+        self, update: StagedUpdate, error: BaseException, *, is_refused: bool = False
+    ) -> None:
+        if is_refused and isinstance(error, WTransferError):
+            # So that observers tell a refused plan from a round that failed later.
+            error.add_facts(phase="plan")
+        self.member.observers.notify("wtransfer_round_aborted", error=error, **update.facts)
 
 
 class PublisherConnection:

@@ -83,6 +83,8 @@ class UpdateStatus:
     """Bytes that are here so far."""
     age_s: float
     """Seconds since its plan came."""
+    idle_s: float
+    """Seconds since bytes of it came, or a step of the round was done."""
 
 
 @dataclass(frozen=True)
@@ -389,7 +391,11 @@ class WorkerSession:
             )
 
     def close(self) -> None:
-        """Leave the publisher. The model keeps the weights that it has."""
+        """Leave the publisher. The model keeps the weights that it has.
+
+        Observers are notified of all that has happened before the call returns; one that has not
+        returned within 5 s is left behind.
+        """
         self._committer.close()
 
     def __enter__(self) -> Self:
@@ -410,4 +416,5 @@ def _on_its_way(update: StagedUpdate | None, phase: str | None, now: float) -> U
         nbytes=0 if manifest is None else manifest.nbytes,
         staged_nbytes=update.staged_nbytes,
         age_s=now - update.started_at,
+        idle_s=now - update.moved_at,
     )
