@@ -362,7 +362,8 @@ def scraped(until):
     with Fleet(source, options={"bucket_nbytes": 1}) as fleet, contextlib.ExitStack() as stack:
         stack.callback(source.gate.set)
         session = fleet.join({name: torch.ones(4) for name in tensors}).session
-        for collector in (RoundCollector(fleet.publisher), RoundCollector(session=session)):
+        of_publisher = RoundCollector(fleet.publisher, per_worker=True)
+        for collector in (of_publisher, RoundCollector(session=session)):
             wtransfer.hooks.register(collector)
             stack.callback(wtransfer.hooks.unregister, collector)
             registry.register(collector)
