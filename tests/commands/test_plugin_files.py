@@ -83,6 +83,7 @@ def test_engine_of_a_file_is_pushed_to_a_worker_that_has_it_and_refused_by_one_w
     assert code == 1, out
     assert "Invalid weight transfer backend: StreamEngine" in " ".join(out.split())
     assert "my_engine.py" in out
+    assert "give this worker the same file, by --plugin" in " ".join(out.split())
 
 
 def test_check_loads_the_class_of_a_file(run):

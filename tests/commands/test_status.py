@@ -246,6 +246,7 @@ def test_silent_peers_are_given_up_at_the_deadline(place):
     assert done.exit_code == UNREACHABLE
     assert f"unix:@{name}  not reached" in done.stderr
     assert "within 0.2 s" in done.stderr
+    assert ("a worker is asked by --to" in done.stderr) == (place == "--join")
 
 
 def test_publisher_that_lets_observers_in_and_never_answers_is_given_up_at_the_deadline():

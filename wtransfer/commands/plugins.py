@@ -227,7 +227,10 @@ def _name(name: str | None, kind: str | None, file: str | None) -> str | None:
     if file is None:
         return name
     if name is not None or kind is None:
-        raise click.UsageError("--plugin stands in place of NAME, and beside --kind")
+        raise click.UsageError(
+            "--plugin stands in place of NAME, and beside --kind engines, connectors or specs "
+            "(tiers, too)"
+        )
     try:
         return add_file(kind, file)
     except PluginError as error:

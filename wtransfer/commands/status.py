@@ -234,7 +234,8 @@ class _Fleet:
 
     def problems(self, ready: str | None) -> Iterator[str]:
         for host, why in self.unreachable.items():
-            yield printable(f"{host}  not reached: {why}")
+            hint = "; a worker is asked by --to" if host == f"publisher {self.address}" else ""
+            yield printable(f"{host}  not reached: {why}{hint}")
         if ready is not None:
             for each in self.workers:
                 if not each.is_ready(ready):

@@ -33,7 +33,11 @@ def aligned(nbytes: int) -> int:
 
 
 class Bucket(NamedTuple):
-    """Consecutive tensors, sent together."""
+    """Consecutive tensors, sent together.
+
+    They are the tensors ``first`` up to, without, ``last``, in the bytes ``start`` up to ``stop``
+    of the layout.
+    """
 
     first: int
     """Number of the first tensor."""
@@ -53,8 +57,10 @@ class Bucket(NamedTuple):
 class TensorLayout:
     """Names, dtypes, shapes, sizes and offsets of an update's tensors, by number.
 
-    A tensor's number is its place in the manifest. Trainer and worker compute the layout from the
-    same manifest, so messages need only name byte ranges.
+    A tensor's number is its place in the manifest, and its index in ``names``, ``dtypes``,
+    ``shapes``, ``sizes`` (bytes) and ``starts`` (first byte; gaps align the tensors). ``numbers``
+    has the number of each name, ``nbytes`` the size of all with the gaps. Trainer and worker
+    compute the layout from the same manifest, so messages need only name byte ranges.
 
     Args:
         manifest: The pieces; `Manifest.check` has accepted it.

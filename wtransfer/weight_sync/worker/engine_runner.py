@@ -9,7 +9,12 @@ from wtransfer.calls import Call, Flag, start_call
 from wtransfer.config import ParallelConfig, WeightTransferConfig
 from wtransfer.engines.border import EngineThread, call_engine, engine_error, guarded
 from wtransfer.engines.factory import WeightTransferEngineFactory
-from wtransfer.errors import NotInitializedError, PluginBlockedError, PluginError
+from wtransfer.errors import (
+    NotInitializedError,
+    PluginBlockedError,
+    PluginError,
+    UnknownBackendError,
+)
 from wtransfer.registry.resolve import registry
 
 if TYPE_CHECKING:
@@ -216,8 +221,9 @@ class EngineRunner:
 def _with_origin(error: PluginError, init: Init) -> PluginError:
     if init.distribution is None or init.distribution in error.message:
         return error
-    told = type(error)(
-        f"{error.message} (the trainer has it from {init.distribution} {init.engine_version})"
-    )
+    origin = f"{init.distribution} {init.engine_version}"
+    if isinstance(error, UnknownBackendError) and init.distribution.endswith(".py"):
+        origin += "; give this worker the same file, by --plugin or WTRANSFER_PLUGIN_FILES"
+    told = type(error)(f"{error.message} (the trainer has it from {origin})")
     told.add_facts(**{k: v for k, v in vars(error).items() if k != "message"})
     return told
