@@ -79,7 +79,8 @@ class TestRaisesForMissingKeys(MemoryTier):
 @broken(
     "test_missing_key_is_not_found",
     deadline_s=0.2,
-    says="a call of the tier has not returned in 1.2 s",
+    says="get() of TestWaitsForMissingKeys (Fill `into` with the value of a key; `fill` does so "
+    "with bytes.) has not returned in 1.2 s",
     hints="a call waits without an end, for a lock, a peer or a server: give each a time-out; or "
     "the machine or store is slower: raise deadline_s; or that the answer for a key that is not "
     "there",

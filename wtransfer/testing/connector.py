@@ -45,6 +45,8 @@ from wtransfer.connectors.factory import KVConnectorFactory
 from wtransfer.connectors.interface import (
     SCHEDULER_METHODS,
     WORKER_METHODS,
+    ConnectorScheduler,
+    ConnectorWorker,
     KVConnectorOutput,
     KVConnectorRole,
 )
@@ -52,9 +54,11 @@ from wtransfer.connectors.naming import BlockNaming
 from wtransfer.deadline import Deadline
 from wtransfer.errors import ConnectorRoleError
 from wtransfer.testing.kit import (
+    HANGS_AFTER,
     ConformanceKit,
     checked_stats,
     fallen_counters,
+    recorded_unpickling,
     registered_name,
     usually,
 )
@@ -159,7 +163,8 @@ class ConnectorConformance(ConformanceKit):
     prefill_params: ClassVar[dict[str, Any]] = {"do_remote_decode": True}
     """For ``transfer``: ``kv_transfer_params`` of the producer's requests."""
     deadline_s: ClassVar[float] = 10.0
-    """Bound on every wait, in seconds; also on how long unclaimed blocks are held."""
+    """Bound on every wait, in seconds; also on how long unclaimed blocks are held. A test that
+    takes six times as long has failed: a call of the connector hangs."""
     ends_within_s: ClassVar[float] = 5.0
     """Bound on a shutdown while work is running, and on its leftovers, in seconds."""
     saved_block_size: ClassVar[int] = BLOCK_SIZE
@@ -172,6 +177,12 @@ class ConnectorConformance(ConformanceKit):
     exhaustive: ClassVar[bool] = False
     """True: change the weights before every single call, which takes minutes."""
     smoke_test = "test_one_prompt_is_served"
+    _contract = (ConnectorScheduler, ConnectorWorker)
+
+    def run_test(self, test: Callable[[], None]) -> None:
+        """Run a test on a thread, whose time is bounded."""
+        times = HANGS_AFTER * (10 if self.exhaustive else 1)
+        self.run_bounded(test, "a call of the connector", times)
 
     def options_in(self, folder: Path) -> dict[str, Any]:
         """Return the connector's options.
@@ -232,9 +243,12 @@ class ConnectorConformance(ConformanceKit):
             beds.append(self._bed(settings, weights, tmp_path / "kept", **options))
             return beds[-1]
 
+        def close_all() -> None:
+            while beds:
+                beds.pop().close()
+
         yield make
-        while beds:
-            beds.pop().close()
+        self.end_bounded(close_all, "shutdown()")
 
     @pytest.fixture
     def make_hybrid_bed(self, make_bed: MakeBed, tmp_path: Path) -> MakeBed:
@@ -253,7 +267,7 @@ class ConnectorConformance(ConformanceKit):
     @pytest.fixture
     def bed(self, make_bed: MakeBed) -> ConnectorTestBed:
         """Make a test bed of the default size."""
-        return make_bed()
+        return self.run_bounded(make_bed, "a constructor")
 
     @pytest.fixture
     def start(self, tmp_path: Path) -> Iterator[Callable[..., Instance]]:
@@ -304,16 +318,18 @@ class ConnectorConformance(ConformanceKit):
 
     # -- output: tokens, keys and values are the same bits with and without loads
 
+    def test_one_prompt_is_served(self, make_bed: MakeBed) -> None:
+        """One prompt is produced and consumed, and nothing of it stays behind."""
+        with self.is_smoke_test():
+            self._check_one_prompt(make_bed)
+
     @usually(
         "the worker's side does not load what it has saved, waits for a notice that never comes, "
         "or names a load in get_finished() before its bytes are there; start here, the other tests "
         "build on it"
     )
-    def test_one_prompt_is_served(self, make_bed: MakeBed) -> None:
-        """One prompt is produced and consumed, and nothing of it stays behind."""
-        with self.is_smoke_test():
-            bed = make_bed()
-            bed.transfer(some_prompts(1)[0])
+    def _check_one_prompt(self, make_bed: MakeBed) -> None:
+        make_bed().transfer(some_prompts(1)[0])
 
     @usually(
         "layers, or blocks of a request, are mixed up, that a block size is built in, that a view "
@@ -399,6 +415,18 @@ class ConnectorConformance(ConformanceKit):
             bed = make_bed(settings)
             bed.check_gain(branch, 112)
             bed.check_gains(long)
+
+    @usually(
+        "a block is taken for bytes in the order of its dimensions: copy into `cache[block]`, not "
+        "into `cache[block].reshape(-1)`, which may be another tensor"
+    )
+    def test_caches_of_other_strides(self, make_bed: MakeBed) -> None:
+        """In the cache's memory the dimensions have another order than in its shape."""
+        bed = make_bed(EngineConfig(model=SIX_HEADS, cache=CacheShape(is_transposed=True)))
+        for prompt in some_prompts(2):
+            before = bed.num_loaded
+            bed.transfer(prompt, expected=1)
+            assert bed.num_loaded > before, "nothing was loaded"
 
     @usually("the scheduler's side keeps one load or one request, where a step has several")
     def test_concurrent_requests(self, bed: ConnectorTestBed) -> None:
@@ -798,6 +826,15 @@ class ConnectorConformance(ConformanceKit):
                 if len(metas) > 1:
                     sums.append(aggregated([metas[0], aggregated(metas[1:])]))
                 assert all(_sorted_sets(each) == _sorted_sets(sums[0]) for each in sums)
+
+    @usually("blocks, names or notices pass through pickle: whoever writes them runs code here")
+    def test_nothing_is_unpickled(self, make_bed: MakeBed) -> None:
+        """No function of `pickle` that loads is called by either side."""
+        # Imports at the first use are no concern of this test.
+        make_bed().transfer(some_prompts(1)[0])
+        with recorded_unpickling() as loads:
+            make_bed().transfer(some_prompts(1, seed=1)[0])
+        assert loads == [], "functions of the module pickle were called"
 
     # -- reports of loads
 

@@ -47,7 +47,14 @@ from wtransfer.errors import BlockNotKeptError
 from wtransfer.kv.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from wtransfer.kv.keys import fence_key, make_offload_key
 from wtransfer.specs.factory import OffloadingSpecFactory
-from wtransfer.specs.interface import GPULoadStoreSpec, LookupResult, ReqContext
+from wtransfer.specs.interface import (
+    GPULoadStoreSpec,
+    LookupResult,
+    OffloadingManager,
+    OffloadingSpec,
+    OffloadingWorker,
+    ReqContext,
+)
 from wtransfer.specs.seed_adapter import SeedSpecAdapter
 from wtransfer.testing.kit import (
     ConformanceKit,
@@ -64,8 +71,6 @@ if TYPE_CHECKING:
     from wtransfer.kv.keys import OffloadKey
     from wtransfer.specs.interface import (
         LoadStoreSpec,
-        OffloadingSpec,
-        OffloadingWorker,
         PrepareStoreOutput,
         TransferResult,
     )
@@ -132,6 +137,7 @@ class SpecConformance(ConformanceKit):
     """Bound on a shutdown while jobs are running, and on its leftovers, in seconds."""
 
     smoke_test = "test_one_block_is_stored_and_loaded"
+    _contract = (OffloadingSpec, OffloadingManager, OffloadingWorker)
 
     def run_test(self, test: Callable[[], None]) -> None:
         """Run a test on a thread, whose time is bounded."""
@@ -184,7 +190,7 @@ class SpecConformance(ConformanceKit):
         """Make a host whose tier is smaller than its cache."""
         if not self.size_option:
             pytest.skip("size_option is not given: this tier cannot be made small")
-        return host(num_kept=NUM_FEW)
+        return self.run_bounded(lambda: host(num_kept=NUM_FEW), "a constructor")
 
     def _options_for(self, geometry: Geometry, num_kept: int) -> dict[str, Any]:
         # Room for headers and alignment, which count with small blocks.

@@ -26,7 +26,6 @@ import copy
 import functools
 import gc
 import secrets
-import sys
 import threading
 import time
 import tracemalloc
@@ -59,6 +58,7 @@ from wtransfer.testing.kit import (
     ConformanceKit,
     checked_stats,
     fallen_counters,
+    recorded_unpickling,
     registered_name,
     usually,
 )
@@ -161,6 +161,7 @@ class TierConformance(ConformanceKit):
     ends_within_s: ClassVar[float] = 5.0
     """Bound on the leftovers of a closed tier, in seconds."""
     smoke_test = "test_one_value_is_put_and_found"
+    _contract = (Tier,)
 
     def run_test(self, test: Callable[[], None]) -> None:
         """Run a test on a thread, whose time is bounded."""
@@ -304,7 +305,10 @@ class TierConformance(ConformanceKit):
     def bed(self, make_bed: MakeBed, served: EngineConfig) -> ConnectorTestBed:
         """Serve a model with two instances of two ranks, which share the tier."""
         settings = msgspec.structs.replace(served, num_ranks=2)
-        return make_bed(settings, "producer", "consumer", **served.options)
+        return self.run_bounded(
+            lambda: make_bed(settings, "producer", "consumer", **served.options),
+            "a constructor",
+        )
 
     @pytest.fixture
     def make_host(
@@ -576,27 +580,10 @@ class TierConformance(ConformanceKit):
         """No function of `pickle` that loads is called."""
         # Imports at the first use are no concern of this test.
         _use(open_tier(), key_of(1))
-        loads: list[str] = []
-
-        def watch(frame: Any, event: str, function: Any) -> None:
-            modules, name = {frame.f_globals.get("__name__")}, frame.f_code.co_name
-            if event == "c_call":
-                owner = type(getattr(function, "__self__", None))
-                modules = {function.__module__, *(base.__module__ for base in owner.__mro__)}
-                name = function.__name__
-            if event in ("call", "c_call") and "load" in name and modules & {"pickle", "_pickle"}:
-                loads.append(name)
-
-        before = sys.getprofile(), threading.getprofile()
-        threading.setprofile(watch)
-        sys.setprofile(watch)
-        try:
+        with recorded_unpickling() as loads:
             user = open_tier()
             _use(user, key_of(2))
             user.close()
-        finally:
-            sys.setprofile(before[0])
-            threading.setprofile(before[1])
         assert loads == [], "functions of the module pickle were called"
 
     # -- several callers
