@@ -58,29 +58,41 @@ def read_only(tensor):
 
 without_empty = per_tensor(lambda name, tensor: [(name, tensor)] if tensor.numel() else [])
 
-TestDeliversNothing = broken("test_one_round_is_committed")(per_tensor(lambda name, tensor: []))
+TestDeliversNothing = broken(
+    "test_one_round_is_committed",
+    says="IncompleteUpdateError: 1 of 1 pieces never arrived: 'weight'",
+)(per_tensor(lambda name, tensor: []))
 TestDropsEmptyTensors = broken(
-    "test_empty_and_scalar_tensors_arrive", passes=("test_two_workers_get_the_same",)
+    "test_empty_and_scalar_tensors_arrive",
+    says="3 of 5 pieces never arrived: 'empty', 'no rows', 'no columns'",
+    passes=("test_two_workers_get_the_same",),
 )(without_empty)
-TestReshapesScalars = broken("test_empty_and_scalar_tensors_arrive")(
-    per_tensor(lambda name, tensor: [(name, tensor.reshape(tensor.shape or (1,)))])
-)
+TestReshapesScalars = broken(
+    "test_empty_and_scalar_tensors_arrive",
+    says="the engine delivered 'scalar' as torch.float32 [1], the plan says torch.float32 []",
+)(per_tensor(lambda name, tensor: [(name, tensor.reshape(tensor.shape or (1,)))]))
 TestWidensHalfFloats = broken(
-    "test_every_dtype_arrives[torch.bfloat16]", passes=("test_every_dtype_arrives[torch.float16]",)
+    "test_every_dtype_arrives[torch.bfloat16]",
+    says="the engine delivered 'weight' as torch.float32 [3, 5], the plan says torch.bfloat16",
+    passes=("test_every_dtype_arrives[torch.float16]",),
 )(
     per_tensor(
         lambda name, tensor: [(name, tensor.float() if tensor.dtype == torch.bfloat16 else tensor)]
     )
 )
-TestStripsNames = broken("test_names_of_any_characters_arrive")(
-    per_tensor(lambda name, tensor: [(name.rpartition("/")[2], tensor)])
-)
+TestStripsNames = broken(
+    "test_names_of_any_characters_arrive",
+    says="ManifestError: the engine delivered 'up', which the plan does not have",
+)(per_tensor(lambda name, tensor: [(name.rpartition("/")[2], tensor)]))
 TestMapsForReading = broken(
     "test_one_round_is_committed",
     says="buffer is not writable",
     hints="must be writable: map shared files with mmap.ACCESS_COPY or ACCESS_WRITE.",
 )(per_tensor(lambda name, tensor: [(name, read_only(tensor))]))
-TestZeroesBigTensors = broken("test_one_big_tensor_arrives")(
+TestZeroesBigTensors = broken(
+    "test_one_big_tensor_arrives",
+    says="DigestMismatchError: 1 of 3 pieces arrived with other bytes than the trainer sent: 'big'",
+)(
     per_tensor(
         lambda name, tensor: [(name, tensor if tensor.nbytes < 2**24 else tensor.clone().zero_())]
     )
@@ -110,14 +122,17 @@ class TestHangsInSending(MemoryTrainerEngine):
         threading.Event().wait()
 
 
-@broken("test_many_small_tensors_arrive")
+@broken("test_many_small_tensors_arrive", says="1000 of 2000 pieces never arrived: 'layer.1000', ")
 class TestDropsTensorsAfterAThousand(MemoryEngine):
     def receive_weights(self, update_info, load_weights):
         update_info.names = update_info.names[:1000]
         super().receive_weights(update_info, load_weights)
 
 
-@broken("test_tensors_of_any_strides_arrive")
+@broken(
+    "test_tensors_of_any_strides_arrive",
+    says="other bytes than the trainer sent: 'transposed', 'every other'",
+)
 class TestIgnoresStrides(MemoryTrainerEngine):
     def send_weights(self):
         self.source = Flat(self.source)
@@ -136,7 +151,11 @@ class Flat:
             yield name, torch.as_strided(tensor, (tensor.numel(),), (1,), offset).view(tensor.shape)
 
 
-@broken("test_a_late_joiner_gets_the_current_version", deadline_s=1.5)
+@broken(
+    "test_a_late_joiner_gets_the_current_version",
+    says="`resend` brought nothing, or other tensors than those of v1, to a worker that joined",
+    deadline_s=1.5,
+)
 class TestResendsNothing(MemoryTrainerEngine):
     """It says that it can resend."""
 
@@ -204,7 +223,10 @@ class TestDeclaresCuda(MemoryEngine):
     devices = ("cpu", "cuda")
 
 
-@broken("test_one_round_after_another_arrives")
+@broken(
+    "test_one_round_after_another_arrives",
+    says="4 of 4 pieces never arrived: 'embedding', 'weight', 'bias', 'count'",
+)
 class TestSendsOldWeights(MemoryTrainerEngine):
     kept = None
 
@@ -217,21 +239,31 @@ class TestSendsOldWeights(MemoryTrainerEngine):
             self.client.update_weights({"names": []})
 
 
-@broken("test_two_workers_get_the_same", passes=("test_an_aborted_round_changes_nothing",))
+@broken(
+    "test_two_workers_get_the_same",
+    says="4 of 4 pieces never arrived: 'embedding', 'weight', 'bias', 'count'",
+    passes=("test_an_aborted_round_changes_nothing",),
+)
 class TestDeliversToOneWorkerOnly(MemoryEngine):
     def receive_weights(self, update_info, load_weights):
         if self.parallel_config.data_parallel_index == 0:
             super().receive_weights(update_info, load_weights)
 
 
-@broken("test_tensors_keep_their_bytes_for_as_long_as_declared")
+@broken(
+    "test_tensors_keep_their_bytes_for_as_long_as_declared",
+    says="4 of 4 pieces arrived with other bytes than the trainer sent",
+)
 class TestOverwritesReturnedTensors(MemoryEngine):
     """Its buffer is overwritten, which it denies."""
 
     tensors_valid_until = "round"
 
 
-@broken("test_tensors_keep_their_bytes_for_as_long_as_declared")
+@broken(
+    "test_tensors_keep_their_bytes_for_as_long_as_declared",
+    says="the next round wrote to tensors in use",
+)
 class TestOverwritesTensorsNextRound(MemoryEngine):
     """Its buffer is overwritten by the next round, which it denies."""
 
@@ -253,6 +285,7 @@ class TestOverwritesTensorsNextRound(MemoryEngine):
 
 @broken(
     "test_a_round_that_fails_on_one_worker_changes_none[1]",
+    says="EngineError: receive_weights raised RuntimeError: I gave up",
     passes=("test_one_round_after_another_arrives",),
 )
 class TestStaysBrokenAfterFault(MemoryEngine):
@@ -281,7 +314,10 @@ class TestSwallowsErrors(MemoryEngine):
         super().receive_weights(update_info, load)
 
 
-@broken("test_an_aborted_round_changes_nothing")
+@broken(
+    "test_an_aborted_round_changes_nothing",
+    says="EngineError: send_weights raised RuntimeError: I am sending already",
+)
 class TestStaysBrokenAfterAbort(MemoryTrainerEngine):
     sending = False
 
@@ -294,7 +330,9 @@ class TestStaysBrokenAfterAbort(MemoryTrainerEngine):
 
 
 @broken(
-    "test_memory_is_not_written_after_it_was_delivered", passes=("test_one_round_is_committed",)
+    "test_memory_is_not_written_after_it_was_delivered",
+    says="it wrote before the vote",
+    passes=("test_one_round_is_committed",),
 )
 class TestWritesBeforeTheVote(MemoryEngine):
     """From its second round on, what was delivered changes once more, which it denies."""
@@ -316,7 +354,11 @@ class TestWritesBeforeTheVote(MemoryEngine):
             kept[1][1].zero_()
 
 
-@broken("test_shutdown_leaves_nothing", passes=("test_two_workers_get_the_same",))
+@broken(
+    "test_shutdown_leaves_nothing",
+    says="after 0.5 s these are left:",
+    passes=("test_two_workers_get_the_same",),
+)
 class TestLeaksThread(MemoryEngine):
     def init_transfer_engine(self, init_info):
         super().init_transfer_engine(init_info)
@@ -333,7 +375,7 @@ class TestLeaksFile(MemoryEngine):
         KEPT_OPEN.append(open("/dev/null"))  # noqa: SIM115, PTH123
 
 
-@broken("test_declared_attributes_are_valid")
+@broken("test_declared_attributes_are_valid", says="devices is a tuple of device types")
 class TestDeclaresDevicesAsText(MemoryEngine):
     devices = "cpu"
 
@@ -349,13 +391,15 @@ class TagEngine(MemoryEngine):
         return super().parse_init_info(init_dict)
 
 
-@broken("test_infos_are_plain_data", engine_cls=TagEngine)
+@broken(
+    "test_infos_are_plain_data", says="an info is another one after msgpack", engine_cls=TagEngine
+)
 class TestSendsSets(MemoryTrainerEngine):
     def worker_init_info(self):
         return {**super().worker_init_info(), "shelf": self._shelf, "tags": {"a"}}
 
 
-@broken("test_infos_that_do_not_fit_are_refused[update_info]")
+@broken("test_infos_that_do_not_fit_are_refused[update_info]", says="bad info")
 class TestRewordsParseErrors(MemoryEngine):
     def parse_update_info(self, update_dict):
         try:
@@ -364,7 +408,10 @@ class TestRewordsParseErrors(MemoryEngine):
             raise ValueError("bad info") from None
 
 
-@broken("test_receiving_before_init_raises")
+@broken(
+    "test_receiving_before_init_raises",
+    says="receive_weights returned, though it was never initialised",
+)
 class TestReceivesBeforeInit(MemoryEngine):
     def receive_weights(self, update_info, load_weights):
         if hasattr(self, "_shelf"):
@@ -420,7 +467,7 @@ class TestReturnsEarly(MemoryEngine):
         threading.Thread(target=later).start()
 
 
-@broken("test_one_round_is_committed")
+@broken("test_one_round_is_committed", says="a worker has other tensors than the trainer")
 class TestFreesTheTrainersTensors(MemoryTrainerEngine):
     def send_weights(self):
         super().send_weights()
@@ -440,6 +487,7 @@ class TrainerOfAll(MemoryTrainerEngine):
 
 @broken(
     "test_two_publishers_do_not_meet",
+    says=" arrived with other bytes than the trainer sent: 'embedding'",
     trainer_cls=TrainerOfAll,
     passes=("test_one_round_after_another_arrives",),
 )
@@ -490,13 +538,17 @@ def broken_stream(caught_by=None, **attributes):
     return make
 
 
-@broken_stream("test_blocked_receive_is_unblocked")
+@broken_stream(
+    "test_blocked_receive_is_unblocked", says="receive_weights goes on after abort_weight_update"
+)
 class TestCannotBeAborted(Worker):
     def abort_weight_update(self):
         pass
 
 
-@broken_stream("test_blocked_receive_is_unblocked")
+@broken_stream(
+    "test_blocked_receive_is_unblocked", says="receive_weights goes on after abort_weight_update"
+)
 class TestSetsAFlagThatNobodyReads(Worker):
     def abort_weight_update(self):
         self._aborted = True
@@ -510,7 +562,10 @@ def accept(trainer, stack, listener, is_worker=lambda peer: True):
             yield peer
 
 
-@broken_stream("test_worker_that_fails_first_leaves_nothing_blocked")
+@broken_stream(
+    "test_worker_that_fails_first_leaves_nothing_blocked",
+    says="send_weights goes on though its round has ended",
+)
 class TestWaitsInAccept(Trainer):
     def _accept(self, listener, update, stack):
         return accept(self, stack, listener, lambda peer: peer.recv(stream_engine.TOKEN_NBYTES))
@@ -519,7 +574,10 @@ class TestWaitsInAccept(Trainer):
         pass
 
 
-@broken_stream("test_worker_that_is_lost_ends_the_round")
+@broken_stream(
+    "test_worker_that_is_lost_ends_the_round",
+    says="after 0.5 s these are left: 2 x descriptor of socket:[#]",
+)
 class TestKeepsStreamsOfFailedRounds(Trainer):
     kept = []  # noqa: RUF012
 
@@ -531,14 +589,18 @@ class TestKeepsStreamsOfFailedRounds(Trainer):
             raise
 
 
-@broken_stream("test_two_publishers_do_not_meet", passes=("test_one_round_after_another_arrives",))
+@broken_stream(
+    "test_two_publishers_do_not_meet",
+    says="Address already in use",
+    passes=("test_one_round_after_another_arrives",),
+)
 class TestHasOneFixedPort(Trainer):
     def send_weights(self):
         with socket.create_server(("127.0.0.1", 47391)):
             super().send_weights()
 
 
-@broken_stream("test_stranger_gets_nothing")
+@broken_stream("test_stranger_gets_nothing", says="EngineError: receive_weights raised ")
 class TestSendsToAnyone(Trainer):
     def _accept(self, listener, update, stack):
         return accept(self, stack, listener, self.reads)
@@ -551,7 +613,11 @@ class TestSendsToAnyone(Trainer):
         return True
 
 
-@broken_stream("test_stranger_gets_nothing", deadline_s=2.0)
+@broken_stream(
+    "test_stranger_gets_nothing",
+    says=" made no progress on reception of data for 2 s",
+    deadline_s=2.0,
+)
 class TestWaitsForASilentStranger(Trainer):
     def _accept(self, listener, update, stack):
         return accept(self, stack, listener, self._knows_token)
@@ -688,13 +754,21 @@ class Spilling(MemoryTrainerEngine):
         self.file.close()
 
 
-@broken("test_stranger_gets_nothing", passes=("test_shutdown_leaves_nothing",))
+@broken(
+    "test_stranger_gets_nothing",
+    says="a stranger was given a descriptor of weights",
+    passes=("test_shutdown_leaves_nothing",),
+)
 class TestGivesDescriptorsToAnyone(Spilling):
     def greet(self, peer):
         socket.send_fds(peer, [b"welcome"], [self.file.fileno()])
 
 
-@broken("test_stranger_gets_nothing", passes=("test_shutdown_leaves_nothing",))
+@broken(
+    "test_stranger_gets_nothing",
+    says="a stranger was sent weights",
+    passes=("test_shutdown_leaves_nothing",),
+)
 class TestSendsThroughAFilesSocket(Spilling):
     def place(self):
         self.folder = tempfile.TemporaryDirectory()
@@ -737,6 +811,7 @@ class RingTrainer(MemoryTrainerEngine):
 
 @broken(
     "test_worker_that_begins_late_gets_the_same",
+    says=" of 128 pieces arrived with other bytes than the trainer sent: ",
     trainer_cls=RingTrainer,
     passes=("test_many_small_tensors_arrive", "test_one_big_tensor_arrives"),
 )
@@ -762,7 +837,9 @@ class TestIsSlowPerTensor(Worker):
 
 
 @broken(
-    "test_tensors_keep_their_bytes_for_as_long_as_declared", passes=("test_one_round_is_committed",)
+    "test_tensors_keep_their_bytes_for_as_long_as_declared",
+    says="3 of 4 pieces arrived with other bytes than the trainer sent",
+    passes=("test_one_round_is_committed",),
 )
 class TestReusesOneBuffer(MemoryEngine):
     """Each tensor overwrites the one before, which it denies."""
@@ -780,7 +857,7 @@ class TestReusesOneBuffer(MemoryEngine):
         super().receive_weights(update_info, load)
 
 
-@broken("test_shutdown_leaves_nothing", passes=("test_two_workers_get_the_same",))
+@broken("test_shutdown_leaves_nothing", says=" are left", passes=("test_two_workers_get_the_same",))
 class TestLeavesAProcess(MemoryEngine):
     def init_transfer_engine(self, init_info):
         super().init_transfer_engine(init_info)

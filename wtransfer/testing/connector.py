@@ -143,6 +143,7 @@ ONE_GROUP = (
 )
 """Reason of a skipped test."""
 
+_EACH_LOAD_ONCE = "get_finished() has not named each load that outlasts its step, once"
 _STORE_S = 0.5
 
 
@@ -352,7 +353,7 @@ class ConnectorConformance(ConformanceKit):
         for prompt in some_prompts(2):
             before = bed.num_loaded
             bed.transfer(prompt, expected=1)
-            assert bed.num_loaded > before
+            assert bed.num_loaded > before, "nothing of a prompt that was saved was loaded"
 
     @usually(
         "blocks to load into are counted from the first of the request, and not from the first "
@@ -600,7 +601,7 @@ class ConnectorConformance(ConformanceKit):
         bed.consume(prompt, params)
         loaded, whole = bed.num_loaded - before, 128
         assert loaded < whole, "damage() has damaged no block that was loaded"
-        assert bed.consumer.received() == [bed.consumer.loads()]
+        assert bed.consumer.received() == [bed.consumer.loads()], _EACH_LOAD_ONCE
         if self.kind == "store":
             bed.consume(prompt)
             bed.check_gain(prompt, whole)
@@ -654,9 +655,13 @@ class ConnectorConformance(ConformanceKit):
             number, is_async = answers[-1]
             if number is not None:
                 known = [answer for answer in answers if answer[0] is not None]
-                assert known == [(number, is_async)] * len(known)
-                assert number % BLOCK_SIZE == 0
-                assert 0 <= number < request.num_tokens - num_computed
+                assert known == [(number, is_async)] * len(known), (
+                    "look-ups of one request do not agree"
+                )
+                assert number % BLOCK_SIZE == 0, f"{number} tokens are no whole blocks"
+                assert 0 <= number < request.num_tokens - num_computed, (
+                    "no token is left to compute"
+                )
                 found += number
             return number, is_async
 
@@ -703,8 +708,10 @@ class ConnectorConformance(ConformanceKit):
         bed.consumer.scheduler_side.instead["get_num_new_matched_tokens"] = decline
         before = bed.num_loaded
         bed.consume(prompt, params)
-        assert bed.num_loaded == before
-        assert bed.consumer.received() == [Counter()]
+        assert bed.num_loaded == before, "blocks were loaded that must be a miss"
+        assert bed.consumer.received() == [Counter()], (
+            "get_finished() has named a request that had nothing to load"
+        )
         del bed.consumer.scheduler_side.instead["get_num_new_matched_tokens"]
         bed.transfer(prompt)
         bed.drain()
@@ -754,10 +761,14 @@ class ConnectorConformance(ConformanceKit):
         for side in bed.sides:
             for name in (*METADATA_METHODS, "get_handshake_metadata"):
                 for metadata in side.results(name):
-                    assert _settled(deserialize(serialize(metadata))) == _settled(metadata)
+                    assert _settled(deserialize(serialize(metadata))) == _settled(metadata), (
+                        f"{name}() does not travel"
+                    )
         for instance in bed.instances:
             for _, params in instance.scheduler_side.results("request_finished"):
-                assert json.loads(json.dumps(params)) == params
+                assert json.loads(json.dumps(params)) == params, (
+                    "kv_transfer_params are others after JSON"
+                )
 
     @usually("the returned object, or a list in it, is kept and used for the next step")
     def test_metadata_is_not_changed_after_return(self, bed: ConnectorTestBed) -> None:
@@ -825,7 +836,9 @@ class ConnectorConformance(ConformanceKit):
                 sums = [aggregated(order) for order in itertools.permutations(metas) if order]
                 if len(metas) > 1:
                     sums.append(aggregated([metas[0], aggregated(metas[1:])]))
-                assert all(_sorted_sets(each) == _sorted_sets(sums[0]) for each in sums)
+                assert all(_sorted_sets(each) == _sorted_sets(sums[0]) for each in sums), (
+                    "the order of ranks matters"
+                )
 
     @usually("blocks, names or notices pass through pickle: whoever writes them runs code here")
     def test_nothing_is_unpickled(self, make_bed: MakeBed) -> None:
@@ -847,7 +860,7 @@ class ConnectorConformance(ConformanceKit):
         bed = make_bed(EngineConfig(model=SIX_HEADS, num_ranks=2, limits=CHUNKED.limits))
         for prompt in some_prompts(3):
             bed.transfer(prompt)
-        assert bed.consumer.received() == [bed.consumer.loads()] * 2
+        assert bed.consumer.received() == [bed.consumer.loads()] * 2, _EACH_LOAD_ONCE
 
     @usually(
         "a load that is not begun is forgotten: the host waits for its request, or takes its "
@@ -865,7 +878,7 @@ class ConnectorConformance(ConformanceKit):
         bed.consumer.execute(plan)
         bed.run(request)
         bed.consumer.check(request)
-        assert bed.consumer.received() == [bed.consumer.loads()]
+        assert bed.consumer.received() == [bed.consumer.loads()], _EACH_LOAD_ONCE
         bed.consumer.check_errors_in_time()
         bed.drain()
 
@@ -876,7 +889,9 @@ class ConnectorConformance(ConformanceKit):
             request = bed.submit_to_consumer(prompt, None)
             bed.run(request)
             bed.consumer.check(request)
-        assert bed.consumer.received() == [Counter()]
+        assert bed.consumer.received() == [Counter()], (
+            "get_finished() has named a request that had nothing to load"
+        )
         assert bed.consumer.load_errors() == set()
 
     @usually("get_stats() returns text or objects, or that a counter starts again")
@@ -888,7 +903,7 @@ class ConnectorConformance(ConformanceKit):
             after: dict[str, float] = {}
             for number, side in enumerate(bed.sides):
                 after |= checked_stats(side.get_stats(), f"{number} {side.name}")
-            assert fallen_counters(before, after) == []
+            assert fallen_counters(before, after) == [], "counters that have fallen"
             before = after
 
     # -- notices to the scheduler side
@@ -910,7 +925,7 @@ class ConnectorConformance(ConformanceKit):
         prompts = [*some_prompts(3), *some_prompts(3)]
         for prompt in prompts:
             bed.transfer(prompt)
-        assert bed.num_loaded > 0
+        assert bed.num_loaded > 0, "nothing was loaded"
         bed.weights.change(1)
         for prompt in prompts:
             bed.transfer(prompt)
@@ -932,11 +947,13 @@ class ConnectorConformance(ConformanceKit):
                 side.instead["get_finished"] = lambda own, finished: own(finished | unknown)
         for prompt in [*prompts, *prompts]:
             bed.transfer(prompt)
-        assert not any(unknown & instance.reported() for instance in bed.instances)
+        assert not any(unknown & instance.reported() for instance in bed.instances), (
+            "a request was reported that never was"
+        )
         for instance in bed.instances:
             del instance.scheduler_side.instead["update_connector_output"]
         bed.transfer(prompts[0])
-        assert bed.num_loaded > 0
+        assert bed.num_loaded > 0, "nothing was loaded"
         bed.drain()
 
     # -- ends of requests
@@ -1027,7 +1044,7 @@ class ConnectorConformance(ConformanceKit):
             bed.consume(prompt, params)
         whole = sum(len(prompt) // BLOCK_SIZE * BLOCK_SIZE for prompt in prompts)
         assert bed.num_loaded - before < whole, "damage() has damaged no block that was loaded"
-        assert bed.consumer.received() == [bed.consumer.loads()]
+        assert bed.consumer.received() == [bed.consumer.loads()], _EACH_LOAD_ONCE
         for prompt in prompts if self.kind == "store" else ():
             bed.transfer(prompt)
             before = bed.num_loaded
@@ -1157,7 +1174,7 @@ class ConnectorConformance(ConformanceKit):
                 bed.step()
             before = bed.num_loaded
             bed.consume(prompt, params)
-            assert bed.num_loaded == before
+            assert bed.num_loaded == before, "blocks were loaded that must be a miss"
         _consume_under(bed, prompt, params, 0)
         bed.transfer(prompt)
 
@@ -1287,7 +1304,9 @@ class ConnectorConformance(ConformanceKit):
                 bed.step()
             begun = time.monotonic()
             bed.close()
-            assert time.monotonic() - begun < self.ends_within_s
+            assert time.monotonic() - begun < self.ends_within_s, (
+                f"shutdown() has taken more than {self.ends_within_s:g} s"
+            )
 
     @usually(
         "shutdown() does not join a thread, close a descriptor, or remove a file that the "
@@ -1323,7 +1342,8 @@ class ConnectorConformance(ConformanceKit):
         live()
         live()
         leftovers.check(self.ends_within_s)
-        assert os.listdir(elsewhere) == []  # noqa: PTH208 - names are enough
+        files = os.listdir(elsewhere)  # noqa: PTH208 - names are enough
+        assert files == [], "files are left that the options did not ask for"
 
     # -- sides in processes of their own
 
@@ -1341,8 +1361,8 @@ class ConnectorConformance(ConformanceKit):
             consumer.forget_cache()
             answer = consumer.ask(prompt, NUM_NEW_TOKENS, params, self.deadline_s)
             _check_answer(prompt, answer)
-            num_loaded += answer.counts["tokens_loaded"]
-        assert num_loaded > 0
+            num_loaded += answer.counts.get("tokens_loaded", 0)
+        assert num_loaded > 0, "nothing was loaded from another process"
 
     @usually(
         "a connection is waited for without a deadline, or that a lost one raises instead of "
@@ -1764,7 +1784,9 @@ def kit_zygote() -> Zygote:
 def _check_answer(prompt: list[int], answer: Answer, seed: int = 0) -> None:
     assert answer.state == "finished", answer.error
     expected = reference_output(prompt, len(answer.tokens), seed, SIX_HEADS).output
-    assert answer.tokens == expected
+    assert answer.tokens == expected, (
+        f"other tokens than the reference: {answer.tokens}, not {expected}"
+    )
 
 
 def _some_tokens(count: int, seed: int = 0) -> list[int]:
@@ -1834,7 +1856,7 @@ def _check_not_saved(bed: ConnectorTestBed, request: Request, plan: Any) -> None
     bed.run(request)
     before = bed.num_loaded
     bed.consume(prompt, bed.params_of(request))
-    assert bed.num_loaded == before
+    assert bed.num_loaded == before, "blocks were loaded that must be a miss"
     bed.transfer(prompt)
 
 

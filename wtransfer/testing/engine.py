@@ -82,6 +82,7 @@ UNBLOCKED_WITHIN_S = 1.0
 """Time that an engine gets to return after ``abort_weight_update``, as in a round."""
 STRANGER_READS = 1 << 20
 """Most bytes that a stranger reads at a time."""
+_OTHER = "a worker has other tensors than the trainer"
 STRANGER_FDS = 64
 """Most descriptors that a stranger accepts with them."""
 
@@ -311,7 +312,7 @@ class EngineConformance(ConformanceKit):
         made = fleet(source)
         member = made.join({name: tensor.clone() * 0 for name, tensor in source.items()})
         _publish(made, "v1")
-        assert member.contents == contents(source)
+        assert member.contents == contents(source), _OTHER
 
     @usually("names become parts of paths, are split, or are encoded as ASCII")
     def test_names_of_any_characters_arrive(self, fleet: MakeFleet) -> None:
@@ -329,7 +330,7 @@ class EngineConformance(ConformanceKit):
             for tensor in source.values():
                 tensor.add_(1)
             _publish(made, f"v{number}")
-            assert member.contents == contents(source)
+            assert member.contents == contents(source), _OTHER
             assert member.session.version == f"v{number}"
 
     @usually("a list or a dictionary keeps the tensors of each round: keep those of the last one")
@@ -361,7 +362,7 @@ class EngineConformance(ConformanceKit):
         for version in ("v1", "v2"):
             source["weight"] += 1
             _publish(made, version)
-            assert [member.contents for member in members] == [contents(source)] * 2
+            assert [member.contents for member in members] == [contents(source)] * 2, _OTHER
 
     @usually(
         "the trainer writes to a slot that a worker still reads; wait until every worker has "
@@ -380,7 +381,7 @@ class EngineConformance(ConformanceKit):
         members = [made.join(), made.join()]
         watch.is_late = True
         _publish(made, "v1")
-        assert [member.contents for member in members] == [contents(source)] * 2
+        assert [member.contents for member in members] == [contents(source)] * 2, _OTHER
 
     @usually(
         "`resend(client)` sends nothing, or to `self.client`, or not what it has sent but what the "
@@ -447,7 +448,7 @@ class EngineConformance(ConformanceKit):
         )
         assert [member.contents for member in members] == [before] * 2
         _publish(made, "v3")
-        assert [member.contents for member in members] == [contents(source)] * 2
+        assert [member.contents for member in members] == [contents(source)] * 2, _OTHER
 
     @usually(
         "`receive_weights` waits in a call that `abort_weight_update` does not end, or that the "
@@ -504,7 +505,7 @@ class EngineConformance(ConformanceKit):
             )
             assert watch.sends_end(), "send_weights goes on though its round has ended"
             _publish(made, "v3")
-            assert [member.contents for member in members] == [contents(source)] * 2
+            assert [member.contents for member in members] == [contents(source)] * 2, _OTHER
             made.close()
 
         self._check_leaves_nothing(live)
@@ -580,7 +581,7 @@ class EngineConformance(ConformanceKit):
                     "NOT TESTED: a stranger that speaks the engine's protocol; write "
                     "dial_as_stranger(self, peer) in the subclass of the kit"
                 )
-            assert [member.contents for member in members] == [contents(source)] * 2
+            assert [member.contents for member in members] == [contents(source)] * 2, _OTHER
             strangers.check(source["weight"].cpu().numpy().tobytes()[:64])
 
     @usually(
@@ -608,7 +609,7 @@ class EngineConformance(ConformanceKit):
             member = made.join()
             for version in ("v1", "v2"):
                 _publish(made, version)
-                assert member.contents == contents(source)
+                assert member.contents == contents(source), _OTHER
                 source["weight"] += 1
 
     def _note(self, text: str) -> None:
@@ -742,7 +743,9 @@ class EngineConformance(ConformanceKit):
         infos = _sent_infos(fleet, twin_cls)
         assert infos, "the trainer sent no info at all"
         for info in infos:
-            assert msgspec.msgpack.decode(msgspec.msgpack.encode(info)) == info
+            assert msgspec.msgpack.decode(msgspec.msgpack.encode(info)) == info, (
+                "an info is another one after msgpack"
+            )
 
     @usually("tensors or infos pass through pickle: whoever sends them runs code here")
     def test_nothing_is_unpickled(self, fleet: MakeFleet) -> None:
@@ -1084,7 +1087,7 @@ def _round_trip(fleet: Fleet) -> None:
     assert isinstance(source, dict)
     members = [fleet.join(commit=commit) for commit in ("adopt", "copy")]
     _publish(fleet, "v1")
-    assert [member.contents for member in members] == [contents(source)] * 2
+    assert [member.contents for member in members] == [contents(source)] * 2, _OTHER
 
 
 def _worker(worker_cls: Any) -> Any:
