@@ -1,5 +1,7 @@
 """Connectors that are broken in one way each. `test_kits.py` runs this file as a test module."""
 
+import io
+import pickle
 import tempfile
 import threading
 import time
@@ -86,19 +88,61 @@ def broken(caught_by=None, kit=Kit, **attributes):
 # -- output
 
 
-@broken("test_one_prompt_is_served", outlasts=True, **HANGS)
+@broken(
+    "test_one_prompt_is_served",
+    says="StallError: no progress on requests of this test within 1.5 s",
+    outlasts=True,
+    **HANGS,
+)
 class TestReportsNoLoads(MemoryWorker):
     def get_finished(self, finished_req_ids):
         return None, None
 
 
-@broken("test_something_is_loaded", **SAVES_TOO_FEW)
+@broken(
+    "test_one_prompt_is_served",
+    says="get_num_new_matched_tokens() of TestHangsInLookUps (Return how many tokens of a prompt "
+    "can be loaded beyond the computed ones.) has not returned in 3 s",
+    hints="a call waits without an end, for a lock, a peer or a server: give each a time-out",
+    deadline_s=0.5,
+)
+class TestHangsInLookUps(MemoryScheduler):
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        threading.Event().wait()
+
+
+@broken(
+    "test_one_prompt_is_served",
+    says="wait_for_save() of TestHangsInSaves (Return once this step's blocks are not read any "
+    "more, but those that the connector keeps.) has not returned in 3 s",
+    deadline_s=0.5,
+)
+class TestHangsInSaves(MemoryWorker):
+    def wait_for_save(self):
+        threading.Event().wait()
+
+
+@broken(
+    "test_shutdown_is_idempotent",
+    says="shutdown() of TestHangsInShutdown",
+    deadline_s=0.5,
+)
+class TestHangsInShutdown(MemoryWorker):
+    def shutdown(self):
+        threading.Event().wait()
+
+
+@broken(
+    "test_something_is_loaded",
+    says="nothing of a prompt that was saved was loaded",
+    **SAVES_TOO_FEW,
+)
 class TestNeverMatches(MemoryScheduler):
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         return 0, False
 
 
-@broken("test_output_equals_reference[16]")
+@broken("test_output_equals_reference[16]", says="layer 0 has other keys or values")
 class TestDropsLastLayer(MemoryWorker):
     def load_block(self, name, block):
         last = list(self.caches)[-1]
@@ -108,7 +152,7 @@ class TestDropsLastLayer(MemoryWorker):
         return loaded
 
 
-@broken("test_output_equals_reference[1]")
+@broken("test_output_equals_reference[1]", says="layer 0 has other keys or values")
 class TestAssumesBlocksOf16(MemoryScheduler):
     def save(self, tracked, group=0):
         item = super().save(tracked, group)
@@ -117,7 +161,7 @@ class TestAssumesBlocksOf16(MemoryScheduler):
         return item
 
 
-@broken("test_output_equals_reference[16]")
+@broken("test_output_equals_reference[16]", says="layer 0 has other keys or values")
 class TestComputesBeforeLoadsEnd(MemoryWorker):
     """Loads on a thread, for which `wait_for_layer_load` does not wait."""
 
@@ -130,7 +174,7 @@ class TestComputesBeforeLoadsEnd(MemoryWorker):
         threading.Thread(target=load, args=(self.metadata.loads,)).start()
 
 
-@broken("test_output_equals_reference[16]")
+@broken("test_output_equals_reference[16]", says="layer 0 has other keys or values")
 class TestKeepsViewsOfTheCache(MemoryWorker):
     def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs):
         for item in self.metadata.saves:
@@ -142,7 +186,7 @@ class TestKeepsViewsOfTheCache(MemoryWorker):
         return True
 
 
-@broken("test_loads_write_only_to_their_blocks")
+@broken("test_loads_write_only_to_their_blocks", says="layer 0 has other keys or values")
 class TestWritesToOtherBlocks(MemoryWorker):
     def load_block(self, name, block):
         for cache in self.caches.values():
@@ -154,12 +198,15 @@ class TestWritesToOtherBlocks(MemoryWorker):
         super().load(item)
 
 
-@broken("test_chunked_prefill")
+@broken("test_chunked_prefill", says="layer 0 has other keys or values")
 class TestSavesUncomputedBlocks(MemoryScheduler):
     def save(self, tracked, group=0):
-        num_computed = tracked.num_computed
         if tracked.num_before < tracked.request.num_prompt_tokens:
-            tracked.num_computed = max(num_computed, tracked.request.num_prompt_tokens)
+            # A block that a step has begun counts as whole, and is not saved again.
+            size = self.instance.block_size
+            tracked.num_before = -(-tracked.num_before // size) * size
+            computed = -(-tracked.num_computed // size) * size
+            tracked.num_computed = min(computed, tracked.request.num_prompt_tokens)
         return super().save(tracked, group)
 
 
@@ -200,6 +247,19 @@ class TestNamesFirstTwoBlocks(MemoryScheduler):
         if item is not None:
             item.block_ids = item.block_ids[: len(item.names)]
         return item
+
+
+@broken(
+    "test_all_that_was_saved_is_loaded[1]",
+    says="of a prompt of 120 tokens 0 were loaded, and 112 can be",
+    passes=("test_something_is_loaded", "test_shutdown_is_idempotent"),
+    **SAVES_TOO_FEW,
+)
+class TestEmptiesItsStoreAtShutdown(MemoryScheduler):
+    """What was saved is lost in a restart."""
+
+    def shutdown(self):
+        self.shelf.clear()
 
 
 @broken(
@@ -361,14 +421,14 @@ class TestSkipsChecksumsOfWindows(MemoryWorker):
         )
 
 
-@broken("test_concurrent_requests")
+@broken("test_concurrent_requests", says="layer 0 has other keys or values")
 class TestDropsAllButOneLoad(MemoryScheduler):
     def build_connector_meta(self, scheduler_output):
         self.loads = self.loads[-1:]
         return super().build_connector_meta(scheduler_output)
 
 
-@broken("test_preempted_requests")
+@broken("test_preempted_requests", says="other tokens than the reference: ")
 class TestIgnoresPreemption(MemoryScheduler):
     blocks: dict
 
@@ -376,11 +436,11 @@ class TestIgnoresPreemption(MemoryScheduler):
         blocks = self.__dict__.setdefault("blocks", {})
         mine = blocks.setdefault(tracked.request.request_id, [])
         mine += tracked.block_ids[len(mine) :]
-        tracked.block_ids = mine[: len(tracked.block_ids)]
+        tracked.groups[0] = mine[: len(tracked.block_ids)]
         return super().save(tracked, group)
 
 
-@broken("test_prefix_in_the_local_cache[1]")
+@broken("test_prefix_in_the_local_cache[1]", says="layer 0 has other keys or values")
 class TestIgnoresCachedPrefix(MemoryScheduler):
     def update_state_after_alloc(self, request, blocks, num_external_tokens):
         first, self.first[request.request_id] = self.first[request.request_id], 0
@@ -405,24 +465,53 @@ class RankZeroWorker(MemoryWorker):
 
 
 @broken(
-    "test_tensor_parallel_ranks[2]", worker=RankZeroWorker, passes=("test_something_is_loaded",)
+    "test_tensor_parallel_ranks[2]",
+    says="layer 0 has other keys or values",
+    worker=RankZeroWorker,
+    passes=("test_something_is_loaded",),
 )
 class TestIgnoresRanks(MemoryScheduler):
     def is_kept(self, name):
         return (name, 0) in self.shelf
 
 
+@broken(
+    "test_caches_of_other_strides",
+    says="layer 0 has other keys or values",
+    passes=("test_output_equals_reference[16]",),
+)
+class TestCopiesIntoReshapedBlocks(MemoryWorker):
+    def load_block(self, name, block):
+        kept = self.shelf.get((name, self.rank))
+        for layer, page in kept.pages.items() if kept else ():
+            self.caches[layer][block].reshape(-1)[:] = page.reshape(-1)
+        self.counts["blocks_loaded_total"] += 1
+        return kept is not None
+
+
+@broken(
+    "test_nothing_is_unpickled",
+    says="functions of the module pickle were called",
+    passes=("test_output_equals_reference[16]",),
+)
+class TestUnpickles(MemoryWorker):
+    def load_block(self, name, block):
+        # Not by `pickle.loads`, which the record of what the tests unpickle would have.
+        name = pickle.Unpickler(io.BytesIO(pickle.dumps(name))).load()
+        return super().load_block(name, block)
+
+
 # -- lookups
 
 
-@broken("test_lookups_change_nothing")
+@broken("test_lookups_change_nothing", says="63 tokens are no whole blocks")
 class TestMatchesPartialBlocks(MemoryScheduler):
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         found, later = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return (found - 1 if found else 0), later
 
 
-@broken("test_lookups_change_nothing")
+@broken("test_lookups_change_nothing", says="no token is left to compute")
 class TestMatchesAllTokens(MemoryScheduler):
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         found, later = super().get_num_new_matched_tokens(request, num_computed_tokens)
@@ -430,7 +519,7 @@ class TestMatchesAllTokens(MemoryScheduler):
         return (found + BLOCK_SIZE if found and whole else found), later
 
 
-@broken("test_lookups_change_nothing")
+@broken("test_lookups_change_nothing", says="look-ups of one request do not agree")
 class TestMatchesOnce(MemoryScheduler):
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         asked = self.__dict__.setdefault("asked", set())
@@ -440,7 +529,7 @@ class TestMatchesOnce(MemoryScheduler):
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
 
-@broken("test_abort_after_lookup_leaves_nothing", **HANGS)
+@broken("test_abort_after_lookup_leaves_nothing", says="after 1.5 s blocks in use: [0, 0]", **HANGS)
 class TestWaitsForLookedUpRequests(MemoryScheduler):
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         self.__dict__.setdefault("asked", set()).add(request.request_id)
@@ -454,7 +543,11 @@ class TestWaitsForLookedUpRequests(MemoryScheduler):
         return bool(self.__dict__.get("asked"))
 
 
-@broken("test_host_may_decline_a_hit", outlasts=True)
+@broken(
+    "test_host_may_decline_a_hit",
+    says="get_finished() has named a request that had nothing to load",
+    outlasts=True,
+)
 class TestLoadsDeclinedBlocks(MemoryScheduler):
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         found, later = super().get_num_new_matched_tokens(request, num_computed_tokens)
@@ -469,7 +562,7 @@ class TestLoadsDeclinedBlocks(MemoryScheduler):
 # -- metadata
 
 
-@broken("test_metadata_is_not_repeated")
+@broken("test_metadata_is_not_repeated", says="of step 0")
 class TestRepeatsLoads(MemoryScheduler):
     latest = ()
 
@@ -481,7 +574,7 @@ class TestRepeatsLoads(MemoryScheduler):
         return metadata
 
 
-@broken("test_metadata_is_not_repeated")
+@broken("test_metadata_is_not_repeated", says="metadata of a request stays after the request")
 class TestNeverForgetsLoads(MemoryScheduler):
     """Loads that it has planned once are part of every plan."""
 
@@ -501,14 +594,20 @@ class MetadataWithFunction(MemoryMetadata):
     function: object = None
 
 
-@broken("test_metadata_is_plain_data")
+@broken(
+    "test_metadata_is_plain_data",
+    says="builtins:function does not travel between scheduler and worker",
+)
 class TestSendsFunctions(MemoryScheduler):
     def build_connector_meta(self, scheduler_output):
         metadata = super().build_connector_meta(scheduler_output)
         return MetadataWithFunction(metadata.loads, metadata.saves, lambda: self.instance)
 
 
-@broken("test_metadata_is_not_changed_after_return")
+@broken(
+    "test_metadata_is_not_changed_after_return",
+    says="MemoryMetadata was changed after it was returned",
+)
 class TestChangesSentMetadata(MemoryScheduler):
     def build_connector_meta(self, scheduler_output):
         self.sent = super().build_connector_meta(scheduler_output)
@@ -525,7 +624,7 @@ class ClearingWorker(MemoryWorker):
         self.metadata.loads.clear()
 
 
-@broken("test_metadata_passed_without_copy", worker=ClearingWorker)
+@broken("test_metadata_passed_without_copy", says="{'request-0'}", worker=ClearingWorker)
 class TestClearsBoundMetadata(MemoryScheduler):
     """Relies on its metadata being unchanged after the step."""
 
@@ -549,25 +648,31 @@ class LastRankReport(WeightReport):
         return self
 
 
-@broken("test_aggregation_is_independent_of_order[2]", passes=("test_tensor_parallel_ranks[2]",))
+@broken(
+    "test_aggregation_is_independent_of_order[2]",
+    says="the order of ranks matters",
+    passes=("test_tensor_parallel_ranks[2]",),
+)
 class TestAggregatesLastRankOnly(MemoryWorker):
     def build_connector_worker_meta(self):
         return LastRankReport(self.fence.report(), [self.rank])
 
 
-@broken("test_stats_are_numbers_and_counters_rise")
+@broken(
+    "test_stats_are_numbers_and_counters_rise", says="state of the 1 W0 is 'well', not a number"
+)
 class TestReportsTextStats(MemoryWorker):
     def get_stats(self):
         return {**super().get_stats(), "state": "well"}
 
 
-@broken("test_stats_are_numbers_and_counters_rise")
+@broken("test_stats_are_numbers_and_counters_rise", says="counters that have fallen")
 class TestDecreasesCounters(MemoryWorker):
     def get_stats(self):
         return {name: -value for name, value in super().get_stats().items()}
 
 
-@broken("test_metadata_is_plain_data", StagingKit)
+@broken("test_metadata_is_plain_data", StagingKit, says="kv_transfer_params are others after JSON")
 class TestReturnsTuplesInParams(SharedMemoryScheduler):
     def request_finished(self, request, block_ids):
         stays, told = super().request_finished(request, block_ids)
@@ -579,7 +684,11 @@ class TestReturnsTuplesInParams(SharedMemoryScheduler):
 # -- notices
 
 
-@broken("test_every_load_is_reported_once", outlasts=True)
+@broken(
+    "test_every_load_is_reported_once",
+    says="get_finished() has not named each load that outlasts its step, once",
+    outlasts=True,
+)
 class TestReportsLoadsTwice(MemoryWorker):
     def get_finished(self, finished_req_ids):
         sent, received = super().get_finished(finished_req_ids)
@@ -588,14 +697,21 @@ class TestReportsLoadsTwice(MemoryWorker):
         return sent, received | before
 
 
-@broken("test_refused_load_is_reported", outlasts=True, **HANGS)
+@broken(
+    "test_refused_load_is_reported",
+    says="StallError: no progress on requests of this test within 1.5 s",
+    outlasts=True,
+    **HANGS,
+)
 class TestForgetsRefusedLoads(MemoryWorker):
     def load(self, item):
         if self.admits(item):
             super().load(item)
 
 
-@broken("test_refused_load_is_reported", outlasts=True)
+@broken(
+    "test_refused_load_is_reported", says="blocks were reported after their request", outlasts=True
+)
 class TestReportsErrorsLate(MemoryWorker):
     def get_block_ids_with_load_errors(self):
         self.late = self.__dict__.get("late", [])
@@ -603,14 +719,22 @@ class TestReportsErrorsLate(MemoryWorker):
         return self.late.pop(0) if len(self.late) > 3 else set()
 
 
-@broken("test_requests_without_loads_are_not_reported")
+@broken(
+    "test_requests_without_loads_are_not_reported",
+    says="get_finished() has named a request that had nothing to load",
+)
 class TestReportsSavesAsReceived(MemoryWorker):
     def bind_connector_metadata(self, connector_metadata):
         super().bind_connector_metadata(connector_metadata)
         self.received |= {save.request_id for save in connector_metadata.saves}
 
 
-@broken("test_duplicate_notices_are_ignored", outlasts=True, **HANGS)
+@broken(
+    "test_duplicate_notices_are_ignored",
+    says="StallError: no progress on work after the requests of this test within 1.5 s",
+    outlasts=True,
+    **HANGS,
+)
 class TestCountsDuplicateNotices(MemoryScheduler):
     pending = 0
 
@@ -626,7 +750,7 @@ class TestCountsDuplicateNotices(MemoryScheduler):
         return self.pending != 0
 
 
-@broken("test_unknown_notices_are_ignored", outlasts=True)
+@broken("test_unknown_notices_are_ignored", says="KeyError:", outlasts=True)
 class TestFailsOnUnknownNotices(MemoryScheduler):
     def update_connector_output(self, connector_output):
         super().update_connector_output(connector_output)
@@ -634,7 +758,7 @@ class TestFailsOnUnknownNotices(MemoryScheduler):
             self.names[request_id]
 
 
-@broken("test_unknown_notices_are_ignored")
+@broken("test_unknown_notices_are_ignored", says="a request was reported that never was")
 class TestReportsUnknownRequests(MemoryWorker):
     def get_finished(self, finished_req_ids):
         _, received = super().get_finished(finished_req_ids)
@@ -644,21 +768,34 @@ class TestReportsUnknownRequests(MemoryWorker):
 # -- ends of requests
 
 
-@broken("test_unclaimed_blocks_are_freed", **HANGS)
+@broken(
+    "test_unclaimed_blocks_are_freed",
+    says="StallError: no progress on work after the requests of this test within 1.5 s",
+    **HANGS,
+)
 class TestHoldsBlocks(MemoryScheduler):
     def request_finished(self, request, block_ids):
         super().request_finished(request, block_ids)
         return True, None
 
 
-@broken("test_unclaimed_blocks_are_freed", StagingKit, **HANGS)
+@broken(
+    "test_unclaimed_blocks_are_freed",
+    StagingKit,
+    says="after 1.5 s blocks in use: [16, 0]",
+    **HANGS,
+)
 class TestHoldsStagedBlocks(SharedMemoryScheduler):
     def request_finished(self, request, block_ids):
         _, told = super().request_finished(request, block_ids)
         return bool(told), told
 
 
-@broken("test_abort_after_any_step[producer]", **HANGS)
+@broken(
+    "test_abort_after_any_step[producer]",
+    says="StallError: no progress on work after the requests of this test within 1.5 s",
+    **HANGS,
+)
 class TestHoldsBlocksOfAborted(MemoryScheduler):
     def request_finished(self, request, block_ids):
         super().request_finished(request, block_ids)
@@ -668,7 +805,7 @@ class TestHoldsBlocksOfAborted(MemoryScheduler):
 # -- steps that are not executed
 
 
-@broken("test_refused_step_saves_nothing")
+@broken("test_refused_step_saves_nothing", says="layer 0 has other keys or values")
 class TestSavesRefusedSteps(MemoryWorker):
     def clear_connector_metadata(self):
         for item in self.metadata.saves:
@@ -684,7 +821,7 @@ class TestSavesRefusedSteps(MemoryWorker):
         return True
 
 
-@broken("test_step_with_late_load_errors_saves_nothing")
+@broken("test_step_with_late_load_errors_saves_nothing", says="layer 0 has other keys or values")
 class TestSavesBeforeStepCounts(MemoryWorker):
     def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs):
         super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
@@ -695,13 +832,17 @@ class TestSavesBeforeStepCounts(MemoryWorker):
 # -- damage
 
 
-@broken("test_damaged_blocks_are_a_miss", passes=("test_preempted_requests",))
+@broken(
+    "test_damaged_blocks_are_a_miss",
+    says="layer 0 has other keys or values",
+    passes=("test_preempted_requests",),
+)
 class TestSkipsChecksums(MemoryWorker):
     def is_whole(self, kept):
         return True
 
 
-@broken("test_damaged_blocks_are_a_miss")
+@broken("test_damaged_blocks_are_a_miss", says="the damaged blocks were not replaced")
 class TestNeverReplacesBlocks(MemoryWorker):
     def load_block(self, name, block):
         kept = self.shelf.get((name, self.rank))
@@ -714,14 +855,14 @@ class TestNeverReplacesBlocks(MemoryWorker):
         self.shelf.setdefault((name, self.rank), kept)
 
 
-@broken("test_load_failure_policy[fail]")
+@broken("test_load_failure_policy[fail]", says="layer 0 has other keys or values")
 class TestHidesLoadErrors(MemoryWorker):
     def get_block_ids_with_load_errors(self):
         self.errors.clear()
         return set()
 
 
-@broken("test_load_failure_policy[recompute]")
+@broken("test_load_failure_policy[recompute]", says="OSError: damaged")
 class TestRaisesLoadErrors(MemoryWorker):
     def load_block(self, name, block):
         if not super().load_block(name, block):
@@ -729,7 +870,7 @@ class TestRaisesLoadErrors(MemoryWorker):
         return True
 
 
-@broken("test_hash_collision_is_a_miss")
+@broken("test_hash_collision_is_a_miss", says="layer 0 has other keys or values")
 class TestTrustsHashes(MemoryScheduler):
     def named(self, request_id, fingerprint, group=0):
         keys = self.names[request_id].under(fingerprint) if fingerprint else []
@@ -753,6 +894,7 @@ def naming_last(count):
 TestNamesBlocksAlone, TestNamesBlocksByTheOneBefore = (
     broken(
         "test_block_after_other_tokens_is_a_miss",
+        says="48 tokens were loaded, of which 32 had been saved",
         passes=("test_output_equals_reference[16]", "test_concurrent_requests"),
     )(naming_last(count))
     for count in (BLOCK_SIZE, 2 * BLOCK_SIZE)
@@ -776,6 +918,7 @@ def ignoring(attribute):
 TestIgnoresSalts, TestIgnoresAdapters, TestIgnoresMedia = (
     broken(
         caught_by=f"test_other_salt_adapter_or_media_is_a_miss[{what}]",
+        says="has loaded blocks that were computed with None",
         passes=(f"test_other_salt_adapter_or_media_is_a_miss[{other}]",),
     )(ignoring(attribute))
     for what, other, attribute in (
@@ -788,6 +931,7 @@ TestIgnoresSalts, TestIgnoresAdapters, TestIgnoresMedia = (
 
 @broken(
     "test_other_salt_adapter_or_media_is_a_miss[media]",
+    says="has loaded blocks that were computed with [namespace(identifier='image one'",
     passes=("test_other_salt_adapter_or_media_is_a_miss[salt]",),
 )
 class TestNamesMediaByTheirNumber(MemoryScheduler):
@@ -805,13 +949,21 @@ class TestNamesMediaByTheirNumber(MemoryScheduler):
 # -- weights
 
 
-@broken("test_other_weights_are_a_miss", passes=("test_concurrent_requests",))
+@broken(
+    "test_other_weights_are_a_miss",
+    says="layer 0 has other keys or values",
+    passes=("test_concurrent_requests",),
+)
 class TestOmitsWeightsFromKeys(MemoryScheduler):
     def named(self, request_id, fingerprint, group=0):
         return super().named(request_id, "the weights" if fingerprint else "", group)
 
 
-@broken("test_store_outlives_its_weights[in one order]", passes=("test_other_weights_are_a_miss",))
+@broken(
+    "test_store_outlives_its_weights[in one order]",
+    says="layer 0 has other keys or values",
+    passes=("test_other_weights_are_a_miss",),
+)
 class TestClearsStoreAtCommit(TestOmitsWeightsFromKeys.scheduler):
     """Notices commits, but not blocks that were stored before it was made."""
 
@@ -826,6 +978,7 @@ class TestKeysByRequest(Kit):
     """The fence encodes token ids; these keys contain none."""
 
     caught_by = "test_instances_with_other_weights_share_nothing"
+    says = "other tokens than the reference: "
     connector = "ByRequestConnector"
     module_path = "by_request_connector"
     in_processes = True
@@ -834,7 +987,7 @@ class TestKeysByRequest(Kit):
         return {"folder": str(folder)}
 
 
-@broken("test_weights_change_within_a_request[there]")
+@broken("test_weights_change_within_a_request[there]", says="layer 0 has other keys or values")
 class TestKeysByCurrentWeights(MemoryScheduler):
     """Keys contain the weights of the last block, not those of the block itself."""
 
@@ -852,7 +1005,7 @@ class TestKeysByCurrentWeights(MemoryScheduler):
         return self.fence.current or ()
 
 
-@broken("test_weights_change_between_plan_and_step[there]")
+@broken("test_weights_change_between_plan_and_step[there]", says="they were loaded")
 class TestLoadsForAnyWeights(MemoryWorker):
     def load(self, item):
         item.versions = [self.fence.version()] * (self.rank + 1)
@@ -862,7 +1015,11 @@ class TestLoadsForAnyWeights(MemoryWorker):
         return super().admits(item) if item.versions[0] else True
 
 
-@broken("test_weights_change_between_calls", passes=("test_other_weights_are_a_miss",))
+@broken(
+    "test_weights_change_between_calls",
+    says="layer 0 has other keys or values",
+    passes=("test_other_weights_are_a_miss",),
+)
 class TestComparesWeightsOnce(MemoryWorker):
     """Compares weights at the start of a step only."""
 
@@ -884,7 +1041,11 @@ class FingerprintWorker(MemoryWorker):
         return bool(version and item.versions) and version[0] == item.versions[self.rank][0]
 
 
-@broken("test_weights_change_within_a_request[there and back]", worker=FingerprintWorker)
+@broken(
+    "test_weights_change_within_a_request[there and back]",
+    says="layer 0 has other keys or values",
+    worker=FingerprintWorker,
+)
 class TestIgnoresEpochs(TestKeysByCurrentWeights.scheduler):
     def save(self, tracked, group=0):
         began = self.fence._began.get(tracked.request.request_id)
@@ -897,7 +1058,10 @@ class TestIgnoresEpochs(TestKeysByCurrentWeights.scheduler):
 # -- roles and shutdown
 
 
-@broken("test_methods_of_the_other_side_raise[KVConnectorRole.SCHEDULER]")
+@broken(
+    "test_methods_of_the_other_side_raise[KVConnectorRole.SCHEDULER]",
+    says="get_finished() can be called on the side of the SCHEDULER",
+)
 class TestHasBothSides(MemoryConnector):
     def __init__(self, vllm_config, role, kv_cache_config=None):
         super().__init__(vllm_config, role, kv_cache_config)
@@ -930,20 +1094,20 @@ class TestShutsDownOnce(MemoryScheduler):
         del self.shelf
 
 
-@broken("test_shutdown_ends_running_work[producer]")
+@broken("test_shutdown_ends_running_work[producer]", says="shutdown() has taken more than 0.3 s")
 class TestShutsDownSlowly(MemoryWorker):
     def shutdown(self):
         time.sleep(0.5)
 
 
-@broken("test_shutdown_leaves_nothing")
+@broken("test_shutdown_leaves_nothing", says="after 0.3 s these are left:")
 class TestLeaksThread(MemoryWorker):
     def register_kv_caches(self, kv_caches):
         super().register_kv_caches(kv_caches)
         threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 
 
-@broken("test_shutdown_leaves_nothing")
+@broken("test_shutdown_leaves_nothing", says="files are left that the options did not ask for")
 class TestLeaksFile(MemoryWorker):
     def register_kv_caches(self, kv_caches):
         super().register_kv_caches(kv_caches)
@@ -954,6 +1118,7 @@ class TestNeedsOneProcess(Kit):
     """Its sides have one dictionary, and so one process."""
 
     caught_by = "test_ranks_in_processes"
+    says = "nothing was loaded from another process"
     connector = "MemoryConnector"
     module_path = "wtransfer.testing.fakes"
     in_processes = True

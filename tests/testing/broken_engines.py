@@ -2,12 +2,15 @@
 
 import contextlib
 import contextvars
+import io
+import pickle
 import socket
 import subprocess
 import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 from typing import ClassVar
 
@@ -55,43 +58,81 @@ def read_only(tensor):
 
 without_empty = per_tensor(lambda name, tensor: [(name, tensor)] if tensor.numel() else [])
 
-TestDeliversNothing = broken("test_one_round_is_committed")(per_tensor(lambda name, tensor: []))
+TestDeliversNothing = broken(
+    "test_one_round_is_committed",
+    says="IncompleteUpdateError: 1 of 1 pieces never arrived: 'weight'",
+)(per_tensor(lambda name, tensor: []))
 TestDropsEmptyTensors = broken(
-    "test_empty_and_scalar_tensors_arrive", passes=("test_two_workers_get_the_same",)
+    "test_empty_and_scalar_tensors_arrive",
+    says="3 of 5 pieces never arrived: 'empty', 'no rows', 'no columns'",
+    passes=("test_two_workers_get_the_same",),
 )(without_empty)
-TestReshapesScalars = broken("test_empty_and_scalar_tensors_arrive")(
-    per_tensor(lambda name, tensor: [(name, tensor.reshape(tensor.shape or (1,)))])
-)
+TestReshapesScalars = broken(
+    "test_empty_and_scalar_tensors_arrive",
+    says="the engine delivered 'scalar' as torch.float32 [1], the plan says torch.float32 []",
+)(per_tensor(lambda name, tensor: [(name, tensor.reshape(tensor.shape or (1,)))]))
 TestWidensHalfFloats = broken(
-    "test_every_dtype_arrives[torch.bfloat16]", passes=("test_every_dtype_arrives[torch.float16]",)
+    "test_every_dtype_arrives[torch.bfloat16]",
+    says="the engine delivered 'weight' as torch.float32 [3, 5], the plan says torch.bfloat16",
+    passes=("test_every_dtype_arrives[torch.float16]",),
 )(
     per_tensor(
         lambda name, tensor: [(name, tensor.float() if tensor.dtype == torch.bfloat16 else tensor)]
     )
 )
-TestStripsNames = broken("test_names_of_any_characters_arrive")(
-    per_tensor(lambda name, tensor: [(name.rpartition("/")[2], tensor)])
-)
+TestStripsNames = broken(
+    "test_names_of_any_characters_arrive",
+    says="ManifestError: the engine delivered 'up', which the plan does not have",
+)(per_tensor(lambda name, tensor: [(name.rpartition("/")[2], tensor)]))
 TestMapsForReading = broken(
     "test_one_round_is_committed",
     says="buffer is not writable",
     hints="must be writable: map shared files with mmap.ACCESS_COPY or ACCESS_WRITE.",
 )(per_tensor(lambda name, tensor: [(name, read_only(tensor))]))
-TestZeroesBigTensors = broken("test_one_big_tensor_arrives")(
+TestZeroesBigTensors = broken(
+    "test_one_big_tensor_arrives",
+    says="DigestMismatchError: 1 of 3 pieces arrived with other bytes than the trainer sent: 'big'",
+)(
     per_tensor(
         lambda name, tensor: [(name, tensor if tensor.nbytes < 2**24 else tensor.clone().zero_())]
     )
 )
 
 
-@broken("test_many_small_tensors_arrive")
+@broken(
+    "test_one_round_is_committed",
+    says="receive_weights() of TestHangsInReceiving (Receive tensors and pass them on by "
+    "``load_weights([(name, tensor), ...])``.) has not returned",
+    hints="a call waits without an end, for a lock, a peer or a server: give each a time-out",
+    deadline_s=0.5,
+)
+class TestHangsInReceiving(MemoryEngine):
+    def receive_weights(self, update_info, load_weights):
+        threading.Event().wait()
+
+
+@broken(
+    "test_one_round_is_committed",
+    says="send_weights() of TestHangsInSending (Send every tensor of the source. Called on the "
+    "thread that made the engine.) has not returned",
+    deadline_s=0.5,
+)
+class TestHangsInSending(MemoryTrainerEngine):
+    def send_weights(self):
+        threading.Event().wait()
+
+
+@broken("test_many_small_tensors_arrive", says="1000 of 2000 pieces never arrived: 'layer.1000', ")
 class TestDropsTensorsAfterAThousand(MemoryEngine):
     def receive_weights(self, update_info, load_weights):
         update_info.names = update_info.names[:1000]
         super().receive_weights(update_info, load_weights)
 
 
-@broken("test_tensors_of_any_strides_arrive")
+@broken(
+    "test_tensors_of_any_strides_arrive",
+    says="other bytes than the trainer sent: 'transposed', 'every other'",
+)
 class TestIgnoresStrides(MemoryTrainerEngine):
     def send_weights(self):
         self.source = Flat(self.source)
@@ -110,7 +151,11 @@ class Flat:
             yield name, torch.as_strided(tensor, (tensor.numel(),), (1,), offset).view(tensor.shape)
 
 
-@broken("test_a_late_joiner_gets_the_current_version", deadline_s=1.5)
+@broken(
+    "test_a_late_joiner_gets_the_current_version",
+    says="`resend` brought nothing, or other tensors than those of v1, to a worker that joined",
+    deadline_s=1.5,
+)
 class TestResendsNothing(MemoryTrainerEngine):
     """It says that it can resend."""
 
@@ -178,7 +223,10 @@ class TestDeclaresCuda(MemoryEngine):
     devices = ("cpu", "cuda")
 
 
-@broken("test_one_round_after_another_arrives")
+@broken(
+    "test_one_round_after_another_arrives",
+    says="4 of 4 pieces never arrived: 'embedding', 'weight', 'bias', 'count'",
+)
 class TestSendsOldWeights(MemoryTrainerEngine):
     kept = None
 
@@ -191,21 +239,31 @@ class TestSendsOldWeights(MemoryTrainerEngine):
             self.client.update_weights({"names": []})
 
 
-@broken("test_two_workers_get_the_same", passes=("test_an_aborted_round_changes_nothing",))
+@broken(
+    "test_two_workers_get_the_same",
+    says="4 of 4 pieces never arrived: 'embedding', 'weight', 'bias', 'count'",
+    passes=("test_an_aborted_round_changes_nothing",),
+)
 class TestDeliversToOneWorkerOnly(MemoryEngine):
     def receive_weights(self, update_info, load_weights):
         if self.parallel_config.data_parallel_index == 0:
             super().receive_weights(update_info, load_weights)
 
 
-@broken("test_tensors_keep_their_bytes_for_as_long_as_declared")
+@broken(
+    "test_tensors_keep_their_bytes_for_as_long_as_declared",
+    says="4 of 4 pieces arrived with other bytes than the trainer sent",
+)
 class TestOverwritesReturnedTensors(MemoryEngine):
     """Its buffer is overwritten, which it denies."""
 
     tensors_valid_until = "round"
 
 
-@broken("test_tensors_keep_their_bytes_for_as_long_as_declared")
+@broken(
+    "test_tensors_keep_their_bytes_for_as_long_as_declared",
+    says="the next round wrote to tensors in use",
+)
 class TestOverwritesTensorsNextRound(MemoryEngine):
     """Its buffer is overwritten by the next round, which it denies."""
 
@@ -227,6 +285,7 @@ class TestOverwritesTensorsNextRound(MemoryEngine):
 
 @broken(
     "test_a_round_that_fails_on_one_worker_changes_none[1]",
+    says="EngineError: receive_weights raised RuntimeError: I gave up",
     passes=("test_one_round_after_another_arrives",),
 )
 class TestStaysBrokenAfterFault(MemoryEngine):
@@ -255,7 +314,10 @@ class TestSwallowsErrors(MemoryEngine):
         super().receive_weights(update_info, load)
 
 
-@broken("test_an_aborted_round_changes_nothing")
+@broken(
+    "test_an_aborted_round_changes_nothing",
+    says="EngineError: send_weights raised RuntimeError: I am sending already",
+)
 class TestStaysBrokenAfterAbort(MemoryTrainerEngine):
     sending = False
 
@@ -268,7 +330,9 @@ class TestStaysBrokenAfterAbort(MemoryTrainerEngine):
 
 
 @broken(
-    "test_memory_is_not_written_after_it_was_delivered", passes=("test_one_round_is_committed",)
+    "test_memory_is_not_written_after_it_was_delivered",
+    says="it wrote before the vote",
+    passes=("test_one_round_is_committed",),
 )
 class TestWritesBeforeTheVote(MemoryEngine):
     """From its second round on, what was delivered changes once more, which it denies."""
@@ -290,7 +354,11 @@ class TestWritesBeforeTheVote(MemoryEngine):
             kept[1][1].zero_()
 
 
-@broken("test_shutdown_leaves_nothing", passes=("test_two_workers_get_the_same",))
+@broken(
+    "test_shutdown_leaves_nothing",
+    says="after 0.5 s these are left:",
+    passes=("test_two_workers_get_the_same",),
+)
 class TestLeaksThread(MemoryEngine):
     def init_transfer_engine(self, init_info):
         super().init_transfer_engine(init_info)
@@ -307,7 +375,7 @@ class TestLeaksFile(MemoryEngine):
         KEPT_OPEN.append(open("/dev/null"))  # noqa: SIM115, PTH123
 
 
-@broken("test_declared_attributes_are_valid")
+@broken("test_declared_attributes_are_valid", says="devices is a tuple of device types")
 class TestDeclaresDevicesAsText(MemoryEngine):
     devices = "cpu"
 
@@ -323,13 +391,15 @@ class TagEngine(MemoryEngine):
         return super().parse_init_info(init_dict)
 
 
-@broken("test_infos_are_plain_data", engine_cls=TagEngine)
+@broken(
+    "test_infos_are_plain_data", says="an info is another one after msgpack", engine_cls=TagEngine
+)
 class TestSendsSets(MemoryTrainerEngine):
     def worker_init_info(self):
         return {**super().worker_init_info(), "shelf": self._shelf, "tags": {"a"}}
 
 
-@broken("test_infos_that_do_not_fit_are_refused[update_info]")
+@broken("test_infos_that_do_not_fit_are_refused[update_info]", says="bad info")
 class TestRewordsParseErrors(MemoryEngine):
     def parse_update_info(self, update_dict):
         try:
@@ -338,11 +408,116 @@ class TestRewordsParseErrors(MemoryEngine):
             raise ValueError("bad info") from None
 
 
-@broken("test_receiving_before_init_raises")
+@broken(
+    "test_receiving_before_init_raises",
+    says="receive_weights returned, though it was never initialised",
+)
 class TestReceivesBeforeInit(MemoryEngine):
     def receive_weights(self, update_info, load_weights):
         if hasattr(self, "_shelf"):
             super().receive_weights(update_info, load_weights)
+
+
+@broken(
+    "test_nothing_is_unpickled",
+    says="functions of the module pickle were called",
+    passes=("test_one_round_after_another_arrives",),
+)
+class TestUnpickles(MemoryEngine):
+    def receive_weights(self, update_info, load_weights):
+        # Not by `pickle.loads`, which the record of what the tests unpickle would have.
+        pickled = io.BytesIO(pickle.dumps(update_info.names))
+        update_info.names = pickle.Unpickler(pickled).load()
+        super().receive_weights(update_info, load_weights)
+
+
+@broken(
+    "test_a_late_joiner_gets_the_current_version",
+    says="`resend` brought nothing, or other tensors than those of v1",
+    deadline_s=1.5,
+)
+class TestResendsWhatItsTrainerHasNow(MemoryTrainerEngine):
+    def send_weights(self):
+        self.latest = dict(self.source.iter_full())
+        fakes._SENT[self._shelf] = self.latest
+        self.client.update_weights({"names": list(self.latest)})
+
+    def resend(self, client):
+        client.update_weights({"names": list(self.latest)})
+
+
+@broken("test_one_round_is_committed", says="pieces never arrived: 'weight'")
+class TestPassesPairsOn(MemoryEngine):
+    """Passes tensors on two by two, without the last one of an odd number."""
+
+    def receive_weights(self, update_info, load_weights):
+        update_info.names = update_info.names[: len(update_info.names) // 2 * 2]
+        super().receive_weights(update_info, load_weights)
+
+
+@broken("test_one_round_is_committed", says="pieces never arrived: 'weight'")
+class TestReturnsEarly(MemoryEngine):
+    def receive_weights(self, update_info, load_weights):
+        def later():
+            time.sleep(0.2)
+            with contextlib.suppress(Exception):
+                receive(update_info, load_weights)
+
+        receive = super().receive_weights
+        threading.Thread(target=later).start()
+
+
+@broken("test_one_round_is_committed", says="a worker has other tensors than the trainer")
+class TestFreesTheTrainersTensors(MemoryTrainerEngine):
+    def send_weights(self):
+        super().send_weights()
+        for _, tensor in self.source.iter_full():
+            tensor.zero_()
+
+
+LATEST = {}
+
+
+class TrainerOfAll(MemoryTrainerEngine):
+    def send_weights(self):
+        for name, tensor in self.source.iter_full():
+            LATEST[name] = tensor.clone()
+        self.client.update_weights({"names": list(LATEST)})
+
+
+@broken(
+    "test_two_publishers_do_not_meet",
+    says=" arrived with other bytes than the trainer sent: 'embedding'",
+    trainer_cls=TrainerOfAll,
+    passes=("test_one_round_after_another_arrives",),
+)
+class TestKeepsItsTensorsInItsModule(MemoryEngine):
+    def receive_weights(self, update_info, load_weights):
+        load_weights([(name, LATEST[name]) for name in update_info.names])
+
+
+@broken(
+    "test_shutdown_leaves_nothing", says="file /dev/shm/", passes=("test_two_workers_get_the_same",)
+)
+class TestLeavesASegment(MemoryTrainerEngine):
+    def send_weights(self):
+        super().send_weights()
+        segment = shared_memory.SharedMemory(create=True, size=4096)
+        resource_tracker.unregister(segment._name, "shared_memory")
+        segment.close()
+
+
+@broken(
+    "test_tensors_of_earlier_rounds_are_let_go",
+    says="a third round of 33 MiB leaves ",
+    passes=("test_two_workers_get_the_same", "test_shutdown_leaves_nothing"),
+)
+class TestKeepsTheTensorsOfAllRounds(MemoryTrainerEngine):
+    rounds: ClassVar = []
+
+    def send_weights(self):
+        super().send_weights()
+        self.rounds.append(fakes._SENT[self._shelf])
 
 
 # -- streams: a healthy one is what ``wtransfer plugins new engine`` writes
@@ -363,13 +538,17 @@ def broken_stream(caught_by=None, **attributes):
     return make
 
 
-@broken_stream("test_blocked_receive_is_unblocked")
+@broken_stream(
+    "test_blocked_receive_is_unblocked", says="receive_weights goes on after abort_weight_update"
+)
 class TestCannotBeAborted(Worker):
     def abort_weight_update(self):
         pass
 
 
-@broken_stream("test_blocked_receive_is_unblocked")
+@broken_stream(
+    "test_blocked_receive_is_unblocked", says="receive_weights goes on after abort_weight_update"
+)
 class TestSetsAFlagThatNobodyReads(Worker):
     def abort_weight_update(self):
         self._aborted = True
@@ -383,7 +562,10 @@ def accept(trainer, stack, listener, is_worker=lambda peer: True):
             yield peer
 
 
-@broken_stream("test_worker_that_fails_first_leaves_nothing_blocked")
+@broken_stream(
+    "test_worker_that_fails_first_leaves_nothing_blocked",
+    says="send_weights goes on though its round has ended",
+)
 class TestWaitsInAccept(Trainer):
     def _accept(self, listener, update, stack):
         return accept(self, stack, listener, lambda peer: peer.recv(stream_engine.TOKEN_NBYTES))
@@ -392,7 +574,10 @@ class TestWaitsInAccept(Trainer):
         pass
 
 
-@broken_stream("test_worker_that_is_lost_ends_the_round")
+@broken_stream(
+    "test_worker_that_is_lost_ends_the_round",
+    says="after 0.5 s these are left: 2 x descriptor of socket:[#]",
+)
 class TestKeepsStreamsOfFailedRounds(Trainer):
     kept = []  # noqa: RUF012
 
@@ -404,14 +589,18 @@ class TestKeepsStreamsOfFailedRounds(Trainer):
             raise
 
 
-@broken_stream("test_two_publishers_do_not_meet", passes=("test_one_round_after_another_arrives",))
+@broken_stream(
+    "test_two_publishers_do_not_meet",
+    says="Address already in use",
+    passes=("test_one_round_after_another_arrives",),
+)
 class TestHasOneFixedPort(Trainer):
     def send_weights(self):
         with socket.create_server(("127.0.0.1", 47391)):
             super().send_weights()
 
 
-@broken_stream("test_stranger_gets_nothing")
+@broken_stream("test_stranger_gets_nothing", says="EngineError: receive_weights raised ")
 class TestSendsToAnyone(Trainer):
     def _accept(self, listener, update, stack):
         return accept(self, stack, listener, self.reads)
@@ -424,7 +613,11 @@ class TestSendsToAnyone(Trainer):
         return True
 
 
-@broken_stream("test_stranger_gets_nothing", deadline_s=2.0)
+@broken_stream(
+    "test_stranger_gets_nothing",
+    says=" made no progress on reception of data for 2 s",
+    deadline_s=2.0,
+)
 class TestWaitsForASilentStranger(Trainer):
     def _accept(self, listener, update, stack):
         return accept(self, stack, listener, self._knows_token)
@@ -561,13 +754,21 @@ class Spilling(MemoryTrainerEngine):
         self.file.close()
 
 
-@broken("test_stranger_gets_nothing", passes=("test_shutdown_leaves_nothing",))
+@broken(
+    "test_stranger_gets_nothing",
+    says="a stranger was given a descriptor of weights",
+    passes=("test_shutdown_leaves_nothing",),
+)
 class TestGivesDescriptorsToAnyone(Spilling):
     def greet(self, peer):
         socket.send_fds(peer, [b"welcome"], [self.file.fileno()])
 
 
-@broken("test_stranger_gets_nothing", passes=("test_shutdown_leaves_nothing",))
+@broken(
+    "test_stranger_gets_nothing",
+    says="a stranger was sent weights",
+    passes=("test_shutdown_leaves_nothing",),
+)
 class TestSendsThroughAFilesSocket(Spilling):
     def place(self):
         self.folder = tempfile.TemporaryDirectory()
@@ -610,6 +811,7 @@ class RingTrainer(MemoryTrainerEngine):
 
 @broken(
     "test_worker_that_begins_late_gets_the_same",
+    says=" of 128 pieces arrived with other bytes than the trainer sent: ",
     trainer_cls=RingTrainer,
     passes=("test_many_small_tensors_arrive", "test_one_big_tensor_arrives"),
 )
@@ -635,7 +837,9 @@ class TestIsSlowPerTensor(Worker):
 
 
 @broken(
-    "test_tensors_keep_their_bytes_for_as_long_as_declared", passes=("test_one_round_is_committed",)
+    "test_tensors_keep_their_bytes_for_as_long_as_declared",
+    says="3 of 4 pieces arrived with other bytes than the trainer sent",
+    passes=("test_one_round_is_committed",),
 )
 class TestReusesOneBuffer(MemoryEngine):
     """Each tensor overwrites the one before, which it denies."""
@@ -653,7 +857,7 @@ class TestReusesOneBuffer(MemoryEngine):
         super().receive_weights(update_info, load)
 
 
-@broken("test_shutdown_leaves_nothing", passes=("test_two_workers_get_the_same",))
+@broken("test_shutdown_leaves_nothing", says=" are left", passes=("test_two_workers_get_the_same",))
 class TestLeavesAProcess(MemoryEngine):
     def init_transfer_engine(self, init_info):
         super().init_transfer_engine(init_info)

@@ -59,7 +59,7 @@ def broken(caught_by=None, **attributes):
 # -- workers
 
 
-@broken("test_one_block_is_stored_and_loaded")
+@broken("test_one_block_is_stored_and_loaded", says="a block that was stored could not be loaded")
 class TestDropsBlocks(MemorySpecWorker):
     def store(self, cache, slots):
         nbytes = super().store(cache, slots)
@@ -67,7 +67,10 @@ class TestDropsBlocks(MemorySpecWorker):
         return nbytes
 
 
-@broken("test_blocks_come_back_as_they_were[many layers of small pages]")
+@broken(
+    "test_blocks_come_back_as_they_were[many layers of small pages]",
+    says="the cache has other bytes than those that were stored",
+)
 class TestDropsLastLayer(MemorySpecWorker):
     def load(self, cache, slots):
         pages = self.pages
@@ -78,14 +81,20 @@ class TestDropsLastLayer(MemorySpecWorker):
             self.pages = pages
 
 
-@broken("test_blocks_come_back_as_they_were[one token per block]")
+@broken(
+    "test_blocks_come_back_as_they_were[one token per block]",
+    says="the cache has other bytes than those that were stored",
+)
 class TestSortsBlocks(MemorySpecWorker):
     def submit_load(self, job_id, src_spec, dst_spec):
         dst_spec.block_ids.sort()
         return super().submit_load(job_id, src_spec, dst_spec)
 
 
-@broken("test_blocks_come_back_as_they_were[one layer]")
+@broken(
+    "test_blocks_come_back_as_they_were[one layer]",
+    says="the cache has other bytes than those that were stored",
+)
 class TestWritesToOtherBlocks(MemorySpecWorker):
     def load(self, cache, slots):
         nbytes = super().load(cache, slots)
@@ -94,7 +103,7 @@ class TestWritesToOtherBlocks(MemorySpecWorker):
         return nbytes
 
 
-@broken("test_store_copies_the_block")
+@broken("test_store_copies_the_block", says="other bytes were loaded than were stored")
 class TestStoresViews(MemorySpecWorker):
     """Loads what the blocks hold by then that were stored."""
 
@@ -108,7 +117,11 @@ class TestStoresViews(MemorySpecWorker):
         return super().load(cache, slots)
 
 
-@broken("test_store_copies_the_block", passes=("test_one_block_is_stored_and_loaded",))
+@broken(
+    "test_store_copies_the_block",
+    says="other bytes were loaded than were stored",
+    passes=("test_one_block_is_stored_and_loaded",),
+)
 class TestReportsStoresBeforeTheyEnd(MemorySpecWorker):
     def store(self, cache, slots):
         time.sleep(0.05)
@@ -121,7 +134,9 @@ class TestReportsStoresBeforeTheyEnd(MemorySpecWorker):
         return True
 
 
-@broken("test_one_block_may_be_loaded_many_times")
+@broken(
+    "test_one_block_may_be_loaded_many_times", says="a block that was stored could not be loaded"
+)
 class TestLoadsOnce(MemorySpecWorker):
     def load(self, cache, slots):
         nbytes = super().load(cache, slots)
@@ -130,28 +145,40 @@ class TestLoadsOnce(MemorySpecWorker):
         return nbytes
 
 
-@broken("test_groups_of_layers_are_kept_apart", passes=("test_random_requests",))
+@broken(
+    "test_groups_of_layers_are_kept_apart",
+    says="the cache has other bytes than those that were stored",
+    passes=("test_random_requests",),
+)
 class TestIgnoresGroups(MemorySpecWorker):
     def blocks(self, cache, slots):
         for block in super().blocks(cache, slots):
             yield block._replace(group=0)
 
 
-@broken("test_chunks_of_several_blocks")
+@broken("test_chunks_of_several_blocks", says="other bytes were loaded than were stored")
 class TestIgnoresBlockIndices(MemorySpecWorker):
     def blocks(self, cache, slots):
         cache.block_indices = [0] * len(cache.group_sizes)
         return super().blocks(cache, slots)
 
 
-@broken("test_a_damaged_block_is_not_loaded", passes=("test_random_requests",))
+@broken(
+    "test_a_damaged_block_is_not_loaded",
+    says="a damaged block was loaded",
+    passes=("test_random_requests",),
+)
 class TestSkipsChecksums(MemorySpecWorker):
     def fits(self, block):
         kept = self.kept.get((block.slot, block.place))
         return kept is not None and kept.key == block.key
 
 
-@broken("test_a_damaged_block_is_not_loaded", passes=("test_random_requests",))
+@broken(
+    "test_a_damaged_block_is_not_loaded",
+    says="a block that is not loaded was written to the cache",
+    passes=("test_random_requests",),
+)
 class TestComparesAfterItWrites(MemorySpecWorker):
     def load(self, cache, slots):
         nbytes = super().load(cache, slots)
@@ -164,7 +191,11 @@ class TestComparesAfterItWrites(MemorySpecWorker):
         return kept is not None and kept.key == block.key
 
 
-@broken("test_submit_does_not_copy[store]", passes=("test_submit_does_not_copy[load]",))
+@broken(
+    "test_submit_does_not_copy[store]",
+    says=" jobs that store 16,777,216 bytes had ended when submit_store had returned",
+    passes=("test_submit_does_not_copy[load]",),
+)
 class TestStoresWithinSubmit(MemorySpecWorker):
     def submit_store(self, job_id, src_spec, dst_spec):
         begun = super().submit_store(job_id, src_spec, dst_spec)
@@ -172,7 +203,11 @@ class TestStoresWithinSubmit(MemorySpecWorker):
         return begun
 
 
-@broken("test_submit_does_not_copy[load]", passes=("test_submit_does_not_copy[store]",))
+@broken(
+    "test_submit_does_not_copy[load]",
+    says=" jobs that load 16,777,216 bytes had ended when submit_load had returned",
+    passes=("test_submit_does_not_copy[store]",),
+)
 class TestLoadsWithinSubmit(MemorySpecWorker):
     def submit_load(self, job_id, src_spec, dst_spec):
         self.load(dst_spec, src_spec)
@@ -181,13 +216,16 @@ class TestLoadsWithinSubmit(MemorySpecWorker):
         return True
 
 
-@broken("test_load_from_reused_slot_gives_no_other_bytes")
+@broken(
+    "test_load_from_reused_slot_gives_no_other_bytes",
+    says="other bytes were loaded than were stored",
+)
 class TestTrustsSlots(MemorySpecWorker):
     def fits(self, block):
         return (block.slot, block.place) in self.kept
 
 
-@broken("test_random_requests")
+@broken("test_random_requests", says="a block that was stored could not be loaded")
 class TestFailsSometimes(MemorySpecWorker):
     loads = 0
 
@@ -196,14 +234,14 @@ class TestFailsSometimes(MemorySpecWorker):
         return self.loads % 60 != 0 and super().fits(block)
 
 
-@broken("test_evictions_leave_hits_intact")
+@broken("test_evictions_leave_hits_intact", says="a block that was stored could not be loaded")
 class TestHasFourSlots(MemorySpecWorker):
     def blocks(self, cache, slots):
         for block in super().blocks(cache, slots):
             yield block._replace(slot=block.slot % 4)
 
 
-@broken("test_every_job_is_reported_once")
+@broken("test_every_job_is_reported_once", says="job 1 was reported twice")
 class TestReportsTwice(MemorySpecWorker):
     said = ()
 
@@ -215,6 +253,7 @@ class TestReportsTwice(MemorySpecWorker):
 
 @broken(
     "test_every_job_is_reported_once",
+    says=" were reported",
     passes=("test_one_block_may_be_loaded_many_times",),
     deadline_s=1.5,
 )
@@ -223,7 +262,7 @@ class TestOmitsResults(MemorySpecWorker):
         return [result for result in super().get_finished() if result.job_id % 7]
 
 
-@broken("test_every_job_is_reported_once")
+@broken("test_every_job_is_reported_once", says="wait() returned before its jobs had ended")
 class TestReturnsFromWaitEarly(MemorySpecWorker):
     """Jobs end after a while."""
 
@@ -233,20 +272,22 @@ class TestReturnsFromWaitEarly(MemorySpecWorker):
         return super().get_finished() if time.monotonic() > self.due else []
 
 
-@broken("test_wait_ignores_unknown_jobs")
+@broken("test_wait_ignores_unknown_jobs", says="assert {1, 1000000000} <=")
 class TestRaisesForUnknownJobs(MemorySpecWorker):
     def wait(self, job_ids):
         assert job_ids <= self.jobs.keys()
         super().wait(job_ids)
 
 
-@broken("test_stats_are_numbers_and_counters_rise")
+@broken("test_stats_are_numbers_and_counters_rise", says="counters that have fallen")
 class TestDecreasesCounters(MemorySpecWorker):
     def get_stats(self):
         return {"room_total": -self.copied_nbytes}
 
 
-@broken("test_stats_are_numbers_and_counters_rise")
+@broken(
+    "test_stats_are_numbers_and_counters_rise", says="state of the worker is 'fine', not a number"
+)
 class TestReportsTextStats(MemorySpecWorker):
     def get_stats(self):
         return {"state": "fine"}
@@ -262,13 +303,17 @@ class TestShutsDownOnce(MemorySpecWorker):
         del self.kept
 
 
-@broken("test_shutdown_ends_running_work", ends_within_s=0.3)
+@broken(
+    "test_shutdown_ends_running_work",
+    says="shutdown() has taken more than 0.3 s",
+    ends_within_s=0.3,
+)
 class TestShutsDownSlowly(MemorySpecWorker):
     def shutdown(self):
         time.sleep(0.5)
 
 
-@broken("test_shutdown_leaves_nothing", ends_within_s=0.3)
+@broken("test_shutdown_leaves_nothing", says="after 0.3 s these are left:", ends_within_s=0.3)
 class TestLeaksThread(MemorySpecWorker):
     def shutdown(self):
         threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
@@ -277,14 +322,17 @@ class TestLeaksThread(MemorySpecWorker):
 # -- managers
 
 
-@broken("test_a_block_is_a_hit_when_its_store_is_complete")
+@broken(
+    "test_a_block_is_a_hit_when_its_store_is_complete",
+    says="a block is a hit before its store is complete",
+)
 class TestHitsPendingBlocks(CPUOffloadingManager):
     def lookup(self, key, req_context):
         found = super().lookup(key, req_context)
         return LookupResult.HIT if found is LookupResult.HIT_PENDING else found
 
 
-@broken("test_only_new_keys_are_stored")
+@broken("test_only_new_keys_are_stored", says="others are to be stored than those that are missing")
 class TestStoresDuplicates(CPUOffloadingManager):
     def prepare_store(self, keys, req_context):
         prepared = super().prepare_store(keys, req_context)
@@ -293,20 +341,26 @@ class TestStoresDuplicates(CPUOffloadingManager):
         return prepared
 
 
-@broken("test_failed_store_is_a_miss")
+@broken("test_failed_store_is_a_miss", says="a block is found that is not there")
 class TestKeepsFailedStores(CPUOffloadingManager):
     def complete_store(self, keys, req_context, success=True):
         super().complete_store(keys, req_context)
 
 
-@broken("test_prepare_load_refuses_missing_blocks")
+@broken(
+    "test_prepare_load_refuses_missing_blocks",
+    says="a prepare_load() that was refused has pinned blocks",
+)
 class TestPinsBeforeLookup(CPUOffloadingManager):
     def prepare_load(self, keys, req_context):
         specs = [CPUOffloadingManager.prepare_load(self, [k], req_context) for k in keys]
         return ArenaLoadStoreSpec([each.slots[0] for each in specs], list(keys))
 
 
-@broken("test_prepare_load_refuses_missing_blocks")
+@broken(
+    "test_prepare_load_refuses_missing_blocks",
+    says="assert <LookupResult.MISS: 1> is <LookupResult.HIT: 2>",
+)
 class TestRaisesAssertionError(CPUOffloadingManager):
     def prepare_load(self, keys, req_context):
         for key in keys:
@@ -314,7 +368,7 @@ class TestRaisesAssertionError(CPUOffloadingManager):
         return super().prepare_load(keys, req_context)
 
 
-@broken("test_pinned_blocks_are_not_evicted")
+@broken("test_pinned_blocks_are_not_evicted", says="a block that was stored is not found")
 class TestPinsNothing(CPUOffloadingManager):
     def prepare_load(self, keys, req_context):
         prepared = super().prepare_load(keys, req_context)
@@ -338,7 +392,11 @@ class HolderManager(CPUOffloadingManager):
         return prepared
 
 
-@broken("test_pinned_blocks_are_not_evicted", passes=("test_blocks_being_stored_are_not_evicted",))
+@broken(
+    "test_pinned_blocks_are_not_evicted",
+    says="a block that was stored is not found",
+    passes=("test_blocks_being_stored_are_not_evicted",),
+)
 class TestPinsOnce(HolderManager):
     """The first completion unpins a block that several requests have pinned."""
 
@@ -348,7 +406,7 @@ class TestPinsOnce(HolderManager):
                 super().complete_load([key], holder)
 
 
-@broken("test_duplicate_completions_are_ignored")
+@broken("test_duplicate_completions_are_ignored", says="a block that was stored is not found")
 class TestCountsDuplicateCompletions(HolderManager):
     """A duplicate completion takes the pin of another request."""
 
@@ -358,14 +416,14 @@ class TestCountsDuplicateCompletions(HolderManager):
                 super().complete_load([key], self.holders[key].pop())
 
 
-@broken("test_unknown_completions_are_ignored")
+@broken("test_unknown_completions_are_ignored", says="KeyError:")
 class TestRaisesForLateCompletions(CPUOffloadingManager):
     def complete_load(self, keys, req_context):
         self._jobs[req_context.req_id].loads[keys[0]]
         super().complete_load(keys, req_context)
 
 
-@broken("test_eviction_is_all_or_none")
+@broken("test_eviction_is_all_or_none", says="blocks are to be stored for which there is no room")
 class TestStoresPartially(CPUOffloadingManager):
     def prepare_store(self, keys, req_context):
         for count in range(len(keys), 0, -1):
@@ -375,7 +433,9 @@ class TestStoresPartially(CPUOffloadingManager):
         return None
 
 
-@broken("test_eviction_is_all_or_none")
+@broken(
+    "test_eviction_is_all_or_none", says="a prepare_store() that was refused has evicted blocks"
+)
 class TestEvictsBeforeRefusal(CPUOffloadingManager):
     def prepare_store(self, keys, req_context):
         prepared = super().prepare_store(keys, req_context)
@@ -384,7 +444,9 @@ class TestEvictsBeforeRefusal(CPUOffloadingManager):
         return prepared
 
 
-@broken("test_blocks_being_stored_are_not_evicted")
+@broken(
+    "test_blocks_being_stored_are_not_evicted", says="a block that was stored could not be loaded"
+)
 class TestReusesSlotsInUse(CPUOffloadingManager):
     """Allocates slots in turn, also slots in use."""
 
@@ -403,19 +465,23 @@ class TestReusesSlotsInUse(CPUOffloadingManager):
         return PrepareStoreOutput(prepared.keys_to_store, where, prepared.evicted_keys)
 
 
-@broken("test_events_match_lookups", passes=("test_eviction_is_all_or_none",))
+@broken(
+    "test_events_match_lookups",
+    says="removals come before what takes their place",
+    passes=("test_eviction_is_all_or_none",),
+)
 class TestOmitsRemovalEvents(CPUOffloadingManager):
     def take_events(self):
         return [event for event in super().take_events() if not event.removed]
 
 
-@broken("test_events_match_lookups")
+@broken("test_events_match_lookups", says="removals come before what takes their place")
 class TestReordersEvents(CPUOffloadingManager):
     def take_events(self):
         return sorted(super().take_events(), key=lambda event: event.removed)
 
 
-@broken("test_reset_forgets_all_blocks")
+@broken("test_reset_forgets_all_blocks", says="a block is found after reset_cache()")
 class TestIgnoresReset(CPUOffloadingManager):
     def reset_cache(self): ...
 
@@ -424,7 +490,7 @@ class Ctx:
     req_id = "none"
 
 
-@broken("test_store_and_load_after_weights_change")
+@broken("test_store_and_load_after_weights_change", says="no block can be stored any more")
 class TestPinsOldWeights(CPUOffloadingManager):
     """Pins all blocks for good."""
 
@@ -435,7 +501,7 @@ class TestPinsOldWeights(CPUOffloadingManager):
 # -- specs
 
 
-@broken("test_constructor_takes_no_resources")
+@broken("test_constructor_takes_no_resources", says="after 0 s these are left:")
 class TestStartsThreadInConstructor(MemorySpec):
     def __init__(self, config):
         super().__init__(config)
@@ -446,7 +512,11 @@ class TestStartsThreadInConstructor(MemorySpec):
 STORES = defaultdict(dict)
 
 
-@broken("test_ranks_keep_their_own_bytes", passes=("test_random_requests",))
+@broken(
+    "test_ranks_keep_their_own_bytes",
+    says="a rank has loaded other bytes than it has stored",
+    passes=("test_random_requests",),
+)
 class TestKeepsOneStoreForAllRanks(MemorySpec):
     """As files do that are named by their key alone."""
 
@@ -456,7 +526,11 @@ class TestKeepsOneStoreForAllRanks(MemorySpec):
         return worker
 
 
-@broken("test_ranks_keep_their_own_bytes", passes=("test_random_requests",))
+@broken(
+    "test_ranks_keep_their_own_bytes",
+    says="a rank could not load the blocks that it has stored",
+    passes=("test_random_requests",),
+)
 class TestStoresOnFirstRankOnly(MemorySpec):
     def get_worker(self, kv_caches):
         worker = super().get_worker(kv_caches)
@@ -472,7 +546,7 @@ class TestDropsConfig(MemorySpec):
         del self.extra_config
 
 
-@broken("test_each_side_is_made_once")
+@broken("test_each_side_is_made_once", says="get_manager() has returned another object")
 class TestMakesNewManagers(MemorySpec):
     def get_manager(self):
         self.manager = None

@@ -8,9 +8,10 @@ import threading
 
 import pytest
 
+from wtransfer.connectors.interface import SCHEDULER_METHODS, WORKER_METHODS
 from wtransfer.scaffold.memory_spec import MemorySpec
-from wtransfer.testing.fakes import MemoryTier
-from wtransfer.testing.kit import check_spec, check_tier
+from wtransfer.testing.fakes import MemoryConnector, MemoryScheduler, MemoryTier, MemoryWorker
+from wtransfer.testing.kit import check_connector, check_spec, check_tier
 
 ATTRIBUTES = {"deadline_s": 0.3}
 
@@ -30,7 +31,10 @@ def test_kit_ends_after_the_third_close_that_hangs(never):
 
     report = check_tier(HangsInClose, shelf="{folder}", attributes=ATTRIBUTES)
     assert len(report.failed) == 3
-    assert all("close() has not returned in 1.8 s" in text for text in report.failed.values())
+    assert all(
+        "close() of " in text and "has not returned in 1.8 s" in text
+        for text in report.failed.values()
+    )
     (reason,) = {text for text in report.skipped.values() if "have hung" in text}
     assert all(name in reason for name in report.failed)
 
@@ -58,6 +62,30 @@ def test_kit_ends_where_both_the_call_and_the_shutdown_of_a_spec_hang(never):
     report = check_spec(Hangs, attributes=ATTRIBUTES, memory_bytes_to_use=1 << 22)
     # The end of a test that has hung is not blamed as well.
     assert [text.count("has not returned") for text in report.failed.values()] == [1]
+
+
+RARE = {"reset_cache", "has_connector_metadata", "has_pending_block_frees"}
+"""Methods that the mini engine does not call, or only where it lacks blocks."""
+METHODS = [
+    *((MemoryScheduler, name) for name in sorted(SCHEDULER_METHODS - RARE)),
+    *((MemoryWorker, name) for name in sorted(WORKER_METHODS - RARE)),
+]
+
+
+@pytest.mark.nightly  # `test_kits.py` has a method of each side
+@pytest.mark.parametrize(("base", "name"), METHODS)
+def test_kit_names_the_method_of_a_connector_that_hangs(never, *, base, name):
+    def hang(self, *args, **kwargs):
+        never.wait()
+
+    # The stack of a thread has the names of functions, not those of attributes.
+    hang.__code__ = hang.__code__.replace(co_name=name)
+    side = type("Hangs", (base,), {name: hang})
+    sides = {"scheduler_cls": side} if base is MemoryScheduler else {"worker_cls": side}
+    connector = type("HangsConnector", (MemoryConnector,), sides)
+    report = check_connector(connector, attributes={"deadline_s": 1.0}, shelf="{folder}")
+    assert any(f"{name}() of Hangs (" in text for text in report.failed.values())
+    assert len(report.failed) <= 3
 
 
 DEADLOCK = """
@@ -98,4 +126,5 @@ def test_process_of_the_kit_ends_though_threads_of_a_test_hang(tmp_path):
         [*command, str(file)], capture_output=True, text=True, check=False, timeout=60
     )
     assert done.returncode == 1, done.stderr
-    assert "a call of the tier has not returned in 1.8 s" in done.stdout
+    said = "remove() of Deadlocks (Remove keys; absent keys are ignored.) has not returned in 1.8 s"
+    assert said in done.stdout

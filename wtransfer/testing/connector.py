@@ -45,6 +45,8 @@ from wtransfer.connectors.factory import KVConnectorFactory
 from wtransfer.connectors.interface import (
     SCHEDULER_METHODS,
     WORKER_METHODS,
+    ConnectorScheduler,
+    ConnectorWorker,
     KVConnectorOutput,
     KVConnectorRole,
 )
@@ -52,9 +54,11 @@ from wtransfer.connectors.naming import BlockNaming
 from wtransfer.deadline import Deadline
 from wtransfer.errors import ConnectorRoleError
 from wtransfer.testing.kit import (
+    HANGS_AFTER,
     ConformanceKit,
     checked_stats,
     fallen_counters,
+    recorded_unpickling,
     registered_name,
     usually,
 )
@@ -139,6 +143,7 @@ ONE_GROUP = (
 )
 """Reason of a skipped test."""
 
+_EACH_LOAD_ONCE = "get_finished() has not named each load that outlasts its step, once"
 _STORE_S = 0.5
 
 
@@ -159,7 +164,8 @@ class ConnectorConformance(ConformanceKit):
     prefill_params: ClassVar[dict[str, Any]] = {"do_remote_decode": True}
     """For ``transfer``: ``kv_transfer_params`` of the producer's requests."""
     deadline_s: ClassVar[float] = 10.0
-    """Bound on every wait, in seconds; also on how long unclaimed blocks are held."""
+    """Bound on every wait, in seconds; also on how long unclaimed blocks are held. A test that
+    takes six times as long has failed: a call of the connector hangs."""
     ends_within_s: ClassVar[float] = 5.0
     """Bound on a shutdown while work is running, and on its leftovers, in seconds."""
     saved_block_size: ClassVar[int] = BLOCK_SIZE
@@ -172,6 +178,12 @@ class ConnectorConformance(ConformanceKit):
     exhaustive: ClassVar[bool] = False
     """True: change the weights before every single call, which takes minutes."""
     smoke_test = "test_one_prompt_is_served"
+    _contract = (ConnectorScheduler, ConnectorWorker)
+
+    def run_test(self, test: Callable[[], None]) -> None:
+        """Run a test on a thread, whose time is bounded."""
+        times = HANGS_AFTER * (10 if self.exhaustive else 1)
+        self.run_bounded(test, "a call of the connector", times)
 
     def options_in(self, folder: Path) -> dict[str, Any]:
         """Return the connector's options.
@@ -232,9 +244,12 @@ class ConnectorConformance(ConformanceKit):
             beds.append(self._bed(settings, weights, tmp_path / "kept", **options))
             return beds[-1]
 
+        def close_all() -> None:
+            while beds:
+                beds.pop().close()
+
         yield make
-        while beds:
-            beds.pop().close()
+        self.end_bounded(close_all, "shutdown()")
 
     @pytest.fixture
     def make_hybrid_bed(self, make_bed: MakeBed, tmp_path: Path) -> MakeBed:
@@ -253,7 +268,7 @@ class ConnectorConformance(ConformanceKit):
     @pytest.fixture
     def bed(self, make_bed: MakeBed) -> ConnectorTestBed:
         """Make a test bed of the default size."""
-        return make_bed()
+        return self.run_bounded(make_bed, "a constructor")
 
     @pytest.fixture
     def start(self, tmp_path: Path) -> Iterator[Callable[..., Instance]]:
@@ -304,16 +319,18 @@ class ConnectorConformance(ConformanceKit):
 
     # -- output: tokens, keys and values are the same bits with and without loads
 
+    def test_one_prompt_is_served(self, make_bed: MakeBed) -> None:
+        """One prompt is produced and consumed, and nothing of it stays behind."""
+        with self.is_smoke_test():
+            self._check_one_prompt(make_bed)
+
     @usually(
         "the worker's side does not load what it has saved, waits for a notice that never comes, "
         "or names a load in get_finished() before its bytes are there; start here, the other tests "
         "build on it"
     )
-    def test_one_prompt_is_served(self, make_bed: MakeBed) -> None:
-        """One prompt is produced and consumed, and nothing of it stays behind."""
-        with self.is_smoke_test():
-            bed = make_bed()
-            bed.transfer(some_prompts(1)[0])
+    def _check_one_prompt(self, make_bed: MakeBed) -> None:
+        make_bed().transfer(some_prompts(1)[0])
 
     @usually(
         "layers, or blocks of a request, are mixed up, that a block size is built in, that a view "
@@ -336,7 +353,7 @@ class ConnectorConformance(ConformanceKit):
         for prompt in some_prompts(2):
             before = bed.num_loaded
             bed.transfer(prompt, expected=1)
-            assert bed.num_loaded > before
+            assert bed.num_loaded > before, "nothing of a prompt that was saved was loaded"
 
     @usually(
         "blocks to load into are counted from the first of the request, and not from the first "
@@ -399,6 +416,18 @@ class ConnectorConformance(ConformanceKit):
             bed = make_bed(settings)
             bed.check_gain(branch, 112)
             bed.check_gains(long)
+
+    @usually(
+        "a block is taken for bytes in the order of its dimensions: copy into `cache[block]`, not "
+        "into `cache[block].reshape(-1)`, which may be another tensor"
+    )
+    def test_caches_of_other_strides(self, make_bed: MakeBed) -> None:
+        """In the cache's memory the dimensions have another order than in its shape."""
+        bed = make_bed(EngineConfig(model=SIX_HEADS, cache=CacheShape(is_transposed=True)))
+        for prompt in some_prompts(2):
+            before = bed.num_loaded
+            bed.transfer(prompt, expected=1)
+            assert bed.num_loaded > before, "nothing was loaded"
 
     @usually("the scheduler's side keeps one load or one request, where a step has several")
     def test_concurrent_requests(self, bed: ConnectorTestBed) -> None:
@@ -572,7 +601,7 @@ class ConnectorConformance(ConformanceKit):
         bed.consume(prompt, params)
         loaded, whole = bed.num_loaded - before, 128
         assert loaded < whole, "damage() has damaged no block that was loaded"
-        assert bed.consumer.received() == [bed.consumer.loads()]
+        assert bed.consumer.received() == [bed.consumer.loads()], _EACH_LOAD_ONCE
         if self.kind == "store":
             bed.consume(prompt)
             bed.check_gain(prompt, whole)
@@ -626,9 +655,13 @@ class ConnectorConformance(ConformanceKit):
             number, is_async = answers[-1]
             if number is not None:
                 known = [answer for answer in answers if answer[0] is not None]
-                assert known == [(number, is_async)] * len(known)
-                assert number % BLOCK_SIZE == 0
-                assert 0 <= number < request.num_tokens - num_computed
+                assert known == [(number, is_async)] * len(known), (
+                    "look-ups of one request do not agree"
+                )
+                assert number % BLOCK_SIZE == 0, f"{number} tokens are no whole blocks"
+                assert 0 <= number < request.num_tokens - num_computed, (
+                    "no token is left to compute"
+                )
                 found += number
             return number, is_async
 
@@ -675,8 +708,10 @@ class ConnectorConformance(ConformanceKit):
         bed.consumer.scheduler_side.instead["get_num_new_matched_tokens"] = decline
         before = bed.num_loaded
         bed.consume(prompt, params)
-        assert bed.num_loaded == before
-        assert bed.consumer.received() == [Counter()]
+        assert bed.num_loaded == before, "blocks were loaded that must be a miss"
+        assert bed.consumer.received() == [Counter()], (
+            "get_finished() has named a request that had nothing to load"
+        )
         del bed.consumer.scheduler_side.instead["get_num_new_matched_tokens"]
         bed.transfer(prompt)
         bed.drain()
@@ -726,10 +761,14 @@ class ConnectorConformance(ConformanceKit):
         for side in bed.sides:
             for name in (*METADATA_METHODS, "get_handshake_metadata"):
                 for metadata in side.results(name):
-                    assert _settled(deserialize(serialize(metadata))) == _settled(metadata)
+                    assert _settled(deserialize(serialize(metadata))) == _settled(metadata), (
+                        f"{name}() does not travel"
+                    )
         for instance in bed.instances:
             for _, params in instance.scheduler_side.results("request_finished"):
-                assert json.loads(json.dumps(params)) == params
+                assert json.loads(json.dumps(params)) == params, (
+                    "kv_transfer_params are others after JSON"
+                )
 
     @usually("the returned object, or a list in it, is kept and used for the next step")
     def test_metadata_is_not_changed_after_return(self, bed: ConnectorTestBed) -> None:
@@ -797,7 +836,18 @@ class ConnectorConformance(ConformanceKit):
                 sums = [aggregated(order) for order in itertools.permutations(metas) if order]
                 if len(metas) > 1:
                     sums.append(aggregated([metas[0], aggregated(metas[1:])]))
-                assert all(_sorted_sets(each) == _sorted_sets(sums[0]) for each in sums)
+                assert all(_sorted_sets(each) == _sorted_sets(sums[0]) for each in sums), (
+                    "the order of ranks matters"
+                )
+
+    @usually("blocks, names or notices pass through pickle: whoever writes them runs code here")
+    def test_nothing_is_unpickled(self, make_bed: MakeBed) -> None:
+        """No function of `pickle` that loads is called by either side."""
+        # Imports at the first use are no concern of this test.
+        make_bed().transfer(some_prompts(1)[0])
+        with recorded_unpickling() as loads:
+            make_bed().transfer(some_prompts(1, seed=1)[0])
+        assert loads == [], "functions of the module pickle were called"
 
     # -- reports of loads
 
@@ -810,7 +860,7 @@ class ConnectorConformance(ConformanceKit):
         bed = make_bed(EngineConfig(model=SIX_HEADS, num_ranks=2, limits=CHUNKED.limits))
         for prompt in some_prompts(3):
             bed.transfer(prompt)
-        assert bed.consumer.received() == [bed.consumer.loads()] * 2
+        assert bed.consumer.received() == [bed.consumer.loads()] * 2, _EACH_LOAD_ONCE
 
     @usually(
         "a load that is not begun is forgotten: the host waits for its request, or takes its "
@@ -828,7 +878,7 @@ class ConnectorConformance(ConformanceKit):
         bed.consumer.execute(plan)
         bed.run(request)
         bed.consumer.check(request)
-        assert bed.consumer.received() == [bed.consumer.loads()]
+        assert bed.consumer.received() == [bed.consumer.loads()], _EACH_LOAD_ONCE
         bed.consumer.check_errors_in_time()
         bed.drain()
 
@@ -839,7 +889,9 @@ class ConnectorConformance(ConformanceKit):
             request = bed.submit_to_consumer(prompt, None)
             bed.run(request)
             bed.consumer.check(request)
-        assert bed.consumer.received() == [Counter()]
+        assert bed.consumer.received() == [Counter()], (
+            "get_finished() has named a request that had nothing to load"
+        )
         assert bed.consumer.load_errors() == set()
 
     @usually("get_stats() returns text or objects, or that a counter starts again")
@@ -851,7 +903,7 @@ class ConnectorConformance(ConformanceKit):
             after: dict[str, float] = {}
             for number, side in enumerate(bed.sides):
                 after |= checked_stats(side.get_stats(), f"{number} {side.name}")
-            assert fallen_counters(before, after) == []
+            assert fallen_counters(before, after) == [], "counters that have fallen"
             before = after
 
     # -- notices to the scheduler side
@@ -873,7 +925,7 @@ class ConnectorConformance(ConformanceKit):
         prompts = [*some_prompts(3), *some_prompts(3)]
         for prompt in prompts:
             bed.transfer(prompt)
-        assert bed.num_loaded > 0
+        assert bed.num_loaded > 0, "nothing was loaded"
         bed.weights.change(1)
         for prompt in prompts:
             bed.transfer(prompt)
@@ -895,11 +947,13 @@ class ConnectorConformance(ConformanceKit):
                 side.instead["get_finished"] = lambda own, finished: own(finished | unknown)
         for prompt in [*prompts, *prompts]:
             bed.transfer(prompt)
-        assert not any(unknown & instance.reported() for instance in bed.instances)
+        assert not any(unknown & instance.reported() for instance in bed.instances), (
+            "a request was reported that never was"
+        )
         for instance in bed.instances:
             del instance.scheduler_side.instead["update_connector_output"]
         bed.transfer(prompts[0])
-        assert bed.num_loaded > 0
+        assert bed.num_loaded > 0, "nothing was loaded"
         bed.drain()
 
     # -- ends of requests
@@ -990,7 +1044,7 @@ class ConnectorConformance(ConformanceKit):
             bed.consume(prompt, params)
         whole = sum(len(prompt) // BLOCK_SIZE * BLOCK_SIZE for prompt in prompts)
         assert bed.num_loaded - before < whole, "damage() has damaged no block that was loaded"
-        assert bed.consumer.received() == [bed.consumer.loads()]
+        assert bed.consumer.received() == [bed.consumer.loads()], _EACH_LOAD_ONCE
         for prompt in prompts if self.kind == "store" else ():
             bed.transfer(prompt)
             before = bed.num_loaded
@@ -1120,7 +1174,7 @@ class ConnectorConformance(ConformanceKit):
                 bed.step()
             before = bed.num_loaded
             bed.consume(prompt, params)
-            assert bed.num_loaded == before
+            assert bed.num_loaded == before, "blocks were loaded that must be a miss"
         _consume_under(bed, prompt, params, 0)
         bed.transfer(prompt)
 
@@ -1250,7 +1304,9 @@ class ConnectorConformance(ConformanceKit):
                 bed.step()
             begun = time.monotonic()
             bed.close()
-            assert time.monotonic() - begun < self.ends_within_s
+            assert time.monotonic() - begun < self.ends_within_s, (
+                f"shutdown() has taken more than {self.ends_within_s:g} s"
+            )
 
     @usually(
         "shutdown() does not join a thread, close a descriptor, or remove a file that the "
@@ -1286,7 +1342,8 @@ class ConnectorConformance(ConformanceKit):
         live()
         live()
         leftovers.check(self.ends_within_s)
-        assert os.listdir(elsewhere) == []  # noqa: PTH208 - names are enough
+        files = os.listdir(elsewhere)  # noqa: PTH208 - names are enough
+        assert files == [], "files are left that the options did not ask for"
 
     # -- sides in processes of their own
 
@@ -1304,8 +1361,8 @@ class ConnectorConformance(ConformanceKit):
             consumer.forget_cache()
             answer = consumer.ask(prompt, NUM_NEW_TOKENS, params, self.deadline_s)
             _check_answer(prompt, answer)
-            num_loaded += answer.counts["tokens_loaded"]
-        assert num_loaded > 0
+            num_loaded += answer.counts.get("tokens_loaded", 0)
+        assert num_loaded > 0, "nothing was loaded from another process"
 
     @usually(
         "a connection is waited for without a deadline, or that a lost one raises instead of "
@@ -1727,7 +1784,9 @@ def kit_zygote() -> Zygote:
 def _check_answer(prompt: list[int], answer: Answer, seed: int = 0) -> None:
     assert answer.state == "finished", answer.error
     expected = reference_output(prompt, len(answer.tokens), seed, SIX_HEADS).output
-    assert answer.tokens == expected
+    assert answer.tokens == expected, (
+        f"other tokens than the reference: {answer.tokens}, not {expected}"
+    )
 
 
 def _some_tokens(count: int, seed: int = 0) -> list[int]:
@@ -1797,7 +1856,7 @@ def _check_not_saved(bed: ConnectorTestBed, request: Request, plan: Any) -> None
     bed.run(request)
     before = bed.num_loaded
     bed.consume(prompt, bed.params_of(request))
-    assert bed.num_loaded == before
+    assert bed.num_loaded == before, "blocks were loaded that must be a miss"
     bed.transfer(prompt)
 
 

@@ -20,6 +20,7 @@ that the engine may fail, each with its reason::
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import socket
 import threading
@@ -34,13 +35,18 @@ import torch
 from wtransfer.config import ParallelConfig, WeightTransferConfig
 from wtransfer.deadline import Deadline
 from wtransfer.engines.factory import WeightTransferTrainerFactory
+from wtransfer.engines.interface import (
+    Resends,
+    TrainerWeightTransferEngine,
+    WeightTransferEngine,
+)
 from wtransfer.errors import RoundAbortedError, WTransferError
 from wtransfer.registry.discovery import contract_of
 from wtransfer.registry.resolve import registry
 from wtransfer.testing.contents import TRAVELLING_DTYPES, contents, random_tensor
 from wtransfer.testing.faults import Fault, Faults
 from wtransfer.testing.fleet import Fleet, GatedSource
-from wtransfer.testing.kit import ConformanceKit, registered_name, usually
+from wtransfer.testing.kit import ConformanceKit, recorded_unpickling, registered_name, usually
 from wtransfer.testing.leftovers import Leftovers, descendants
 from wtransfer.testing.two_hosts import TRAINER_ADDRESS, NoTwoHostsError, TwoHosts
 from wtransfer.weight_sync.worker.target import StateDictTarget
@@ -64,6 +70,9 @@ NUM_ARRIVING = 12
 """Number of tensors whose arrival one by one is watched."""
 ARRIVING_NBYTES = 4 * 2**20
 """Bytes of each of them: some fill a usual bucket, and all of them several."""
+HELD_NBYTES = 33 * 2**20
+"""Bytes of a round before and after which memory is compared: so many that the C library gives
+them back as they are freed."""
 SLOW_TENSOR_MS = 2.0
 """Time per small tensor above which the kit prints a line."""
 LATE_S = 0.2
@@ -72,6 +81,7 @@ UNBLOCKED_WITHIN_S = 1.0
 """Time that an engine gets to return after ``abort_weight_update``, as in a round."""
 STRANGER_READS = 1 << 20
 """Most bytes that a stranger reads at a time."""
+_OTHER = "a worker has other tensors than the trainer"
 STRANGER_FDS = 64
 """Most descriptors that a stranger accepts with them."""
 
@@ -90,7 +100,8 @@ class EngineConformance(ConformanceKit):
     device: ClassVar[str] = "cpu"
     """Device of the trainer's and the workers' tensors, as ``torch.device`` takes it."""
     deadline_s: ClassVar[float] = 10.0
-    """Bound on every wait, in seconds. Raise it for engines that start slowly."""
+    """Bound on every wait, in seconds. Raise it for engines that start slowly. A test that takes
+    six times as long has failed: a call of the engine hangs."""
 
     ends_within_s: ClassVar[float] = 5.0
     """Bound on the leftovers of a shutdown, in seconds."""
@@ -98,6 +109,17 @@ class EngineConformance(ConformanceKit):
     """Option of the trainer side that takes the address at which workers of other hosts reach it;
     no option is set if there is none of this name."""
     smoke_test = "test_one_round_is_committed"
+    _contract = (WeightTransferEngine, TrainerWeightTransferEngine, Resends)
+
+    def run_test(self, test: Callable[[], None]) -> None:
+        """Run a test on a thread, whose time is bounded."""
+
+        def run() -> None:
+            # Of a thread, as the fixture is.
+            with torch.device(self.device):
+                test()
+
+        self.run_bounded(run, "a call of the engine")
 
     def options_of(self, number: int) -> Mapping[str, Any]:  # noqa: ARG002
         """Return the options of one publisher; override it where two cannot have the same.
@@ -160,10 +182,13 @@ class EngineConformance(ConformanceKit):
             fleets.append(made)
             return made
 
+        def close_all() -> None:
+            while fleets:
+                fleets.pop().close()
+
         yield make
         # Fixtures live on for a while, and would keep everything that fleets refer to.
-        while fleets:
-            fleets.pop().close()
+        self.end_bounded(close_all, "shutdown()")
 
     # -- arrival
 
@@ -286,7 +311,7 @@ class EngineConformance(ConformanceKit):
         made = fleet(source)
         member = made.join({name: tensor.clone() * 0 for name, tensor in source.items()})
         _publish(made, "v1")
-        assert member.contents == contents(source)
+        assert member.contents == contents(source), _OTHER
 
     @usually("names become parts of paths, are split, or are encoded as ASCII")
     def test_names_of_any_characters_arrive(self, fleet: MakeFleet) -> None:
@@ -304,8 +329,25 @@ class EngineConformance(ConformanceKit):
             for tensor in source.values():
                 tensor.add_(1)
             _publish(made, f"v{number}")
-            assert member.contents == contents(source)
+            assert member.contents == contents(source), _OTHER
             assert member.session.version == f"v{number}"
+
+    @usually("a list or a dictionary keeps the tensors of each round: keep those of the last one")
+    def test_tensors_of_earlier_rounds_are_let_go(self, fleet: MakeFleet) -> None:
+        """Memory does not grow from round to round; pages that both sides share count once."""
+        source = {"weight": torch.zeros(HELD_NBYTES // 4)}
+        made = fleet(source)
+        made.join()
+        used = []
+        # The first rounds may fill buffers, two in turn.
+        for version in ("v1", "v2", "v3"):
+            source["weight"] += 1
+            _publish(made, version)
+            used.append(_resident())
+        grown = used[2] - used[1]
+        assert grown < HELD_NBYTES // 2, (
+            f"a third round of {HELD_NBYTES >> 20} MiB leaves {grown >> 20} MiB more in use"
+        )
 
     @usually(
         "the engine serves the first worker only; `client.num_workers` says how many there are"
@@ -318,7 +360,7 @@ class EngineConformance(ConformanceKit):
         for version in ("v1", "v2"):
             source["weight"] += 1
             _publish(made, version)
-            assert [member.contents for member in members] == [contents(source)] * 2
+            assert [member.contents for member in members] == [contents(source)] * 2, _OTHER
 
     @usually(
         "the trainer writes to a slot that a worker still reads; wait until every worker has "
@@ -337,10 +379,11 @@ class EngineConformance(ConformanceKit):
         members = [made.join(), made.join()]
         watch.is_late = True
         _publish(made, "v1")
-        assert [member.contents for member in members] == [contents(source)] * 2
+        assert [member.contents for member in members] == [contents(source)] * 2, _OTHER
 
     @usually(
-        "`resend(client)` sends nothing, or to `self.client`; leave it out if weights are not kept"
+        "`resend(client)` sends nothing, or to `self.client`, or not what it has sent but what the "
+        "trainer has now; leave it out if weights are not kept"
     )
     def test_a_late_joiner_gets_the_current_version(self, fleet: MakeFleet, twin_cls: type) -> None:
         """The version arrives at once if the trainer can ``resend``, else with the next round."""
@@ -349,14 +392,16 @@ class EngineConformance(ConformanceKit):
         made.join()
         for version in ("v1", "v2"):
             _publish(made, version)
+            published = contents(source)
+            # The trainer goes on: what it has now is no version.
+            source["weight"] += 1
             late = made.join()
             if hasattr(twin_cls, "resend"):
                 assert late.session.commit_pending(self.deadline_s), (
                     f"`resend` brought nothing, or other tensors than those of {version}, to a "
                     "worker that joined later"
                 )
-                assert (late.session.version, late.contents) == (version, contents(source))
-            source["weight"] += 1
+                assert (late.session.version, late.contents) == (version, published)
         _publish(made, "v3")
         assert (late.session.version, late.contents) == ("v3", contents(source))
 
@@ -401,7 +446,7 @@ class EngineConformance(ConformanceKit):
         )
         assert [member.contents for member in members] == [before] * 2
         _publish(made, "v3")
-        assert [member.contents for member in members] == [contents(source)] * 2
+        assert [member.contents for member in members] == [contents(source)] * 2, _OTHER
 
     @usually(
         "`receive_weights` waits in a call that `abort_weight_update` does not end, or that the "
@@ -458,7 +503,7 @@ class EngineConformance(ConformanceKit):
             )
             assert watch.sends_end(), "send_weights goes on though its round has ended"
             _publish(made, "v3")
-            assert [member.contents for member in members] == [contents(source)] * 2
+            assert [member.contents for member in members] == [contents(source)] * 2, _OTHER
             made.close()
 
         self._check_leaves_nothing(live)
@@ -491,13 +536,14 @@ class EngineConformance(ConformanceKit):
     def test_two_publishers_do_not_meet(self, fleet: MakeFleet) -> None:
         """Two publishers of one host send at the same time."""
         held, other = GatedSource(_model()), _model()
+        for tensor in other.values():
+            tensor.add_(2)
         first, second = fleet(held), fleet(other)
         member = first.join(_zeros(held.tensors))
         beside = second.join()
         _publish(first, "v1")
         round_ = self._stop_in_sending(first, held)
         try:
-            other["weight"] += 2
             _publish(second, "w1")
         finally:
             held.gate.set()
@@ -533,7 +579,7 @@ class EngineConformance(ConformanceKit):
                     "NOT TESTED: a stranger that speaks the engine's protocol; write "
                     "dial_as_stranger(self, peer) in the subclass of the kit"
                 )
-            assert [member.contents for member in members] == [contents(source)] * 2
+            assert [member.contents for member in members] == [contents(source)] * 2, _OTHER
             strangers.check(source["weight"].cpu().numpy().tobytes()[:64])
 
     @usually(
@@ -561,7 +607,7 @@ class EngineConformance(ConformanceKit):
             member = made.join()
             for version in ("v1", "v2"):
                 _publish(made, version)
-                assert member.contents == contents(source)
+                assert member.contents == contents(source), _OTHER
                 source["weight"] += 1
 
     def _note(self, text: str) -> None:
@@ -695,7 +741,20 @@ class EngineConformance(ConformanceKit):
         infos = _sent_infos(fleet, twin_cls)
         assert infos, "the trainer sent no info at all"
         for info in infos:
-            assert msgspec.msgpack.decode(msgspec.msgpack.encode(info)) == info
+            assert msgspec.msgpack.decode(msgspec.msgpack.encode(info)) == info, (
+                "an info is another one after msgpack"
+            )
+
+    @usually("tensors or infos pass through pickle: whoever sends them runs code here")
+    def test_nothing_is_unpickled(self, fleet: MakeFleet) -> None:
+        """No function of `pickle` that loads is called by either side."""
+        # Imports at the first use are no concern of this test.
+        _round_trip(fleet(_model()))
+        with recorded_unpickling() as loads:
+            made = fleet(_model())
+            _round_trip(made)
+            made.close()
+        assert loads == [], "functions of the module pickle were called"
 
     @usually("`parse_init_info` or `parse_update_info` is overridden; the base class has both")
     @pytest.mark.parametrize("what", ["init_info", "update_info"])
@@ -900,6 +959,13 @@ def _contains(fd: int, sought: bytes) -> bool:
     return False
 
 
+def _resident() -> int:
+    """Return the bytes of memory that this process uses."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text("utf-8").split()[1])
+    return pages * os.sysconf("SC_PAGESIZE")
+
+
 def _in_time(is_so: Callable[[], bool], within_s: float = UNBLOCKED_WITHIN_S) -> bool:
     deadline = Deadline(within_s)
     while not is_so() and deadline.remaining():
@@ -1019,7 +1085,7 @@ def _round_trip(fleet: Fleet) -> None:
     assert isinstance(source, dict)
     members = [fleet.join(commit=commit) for commit in ("adopt", "copy")]
     _publish(fleet, "v1")
-    assert [member.contents for member in members] == [contents(source)] * 2
+    assert [member.contents for member in members] == [contents(source)] * 2, _OTHER
 
 
 def _worker(worker_cls: Any) -> Any:

@@ -387,7 +387,9 @@ class MemoryWorker(ConnectorWorker):
                 continue
             for name, block in zip(item.names, item.block_ids, strict=True):
                 kept = self.staged.setdefault(name, Kept({}, {}))
-                kept.pages[layer_name] = page = kv_layer[block].clone()
+                # The dimensions may lie in another order in the cache's memory.
+                page = kv_layer[block].clone(memory_format=torch.contiguous_format)
+                kept.pages[layer_name] = page
                 kept.checksums[layer_name] = checksum(page.numpy())
 
     def wait_for_save(self) -> None:

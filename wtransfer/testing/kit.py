@@ -16,10 +16,13 @@ import contextlib
 import difflib
 import functools
 import importlib
+import inspect
 import io
 import logging
 import os
 import re
+import sys
+import threading
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -29,14 +32,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 import pytest
 
 from wtransfer.calls import start_call
-from wtransfer.errors import ConnectorOptionError, OffloadingOptionError, PluginError
+from wtransfer.errors import ConnectorOptionError, OffloadingOptionError, PluginError, StallError
 from wtransfer.registry.discovery import CORE
 from wtransfer.registry.resolve import registry
 from wtransfer.testing.pytest_plugin import KINDS, WARNED, Warned, choose
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from types import FrameType
 
+T = TypeVar("T")
 Test = TypeVar("Test", bound="Callable[..., None]")
 
 
@@ -95,7 +100,7 @@ HINTS = (
     Hint(
         "a call waits without an end, for a lock, a peer or a server: give each a time-out; or the "
         "machine or store is slower: raise deadline_s",
-        "has not returned in",
+        "has not returned",
         is_sure=False,
     ),
 )
@@ -127,7 +132,12 @@ def usually(hint: str) -> Callable[[Test], Test]:
                 error.args = (f"{error}{end(error)}",)
                 raise
             except (Exception, pytest.fail.Exception) as error:
-                raise AssertionError(f"{type(error).__name__}: {error}{end(error)}") from error
+                said, usual = f"{type(error).__name__}: {error}", end(error)
+                # The framework may have given up a call of the backend before the kit does.
+                if isinstance(error, StallError) and (hung := self._under_way()):
+                    self._note_hang()
+                    said, usual = f"{said}\n{hung}", end(AssertionError(hung))
+                raise AssertionError(f"{said}{usual}") from error
 
         return explained
 
@@ -172,6 +182,10 @@ class ConformanceKit:
     """Name of the kit's smoke test, whose body runs within `is_smoke_test`."""
     _smoke_failed: ClassVar[type | None] = None
     _hung: ClassVar[dict[type, list[str]]] = {}
+    _contract: ClassVar[tuple[type, ...]] = ()
+    """Classes whose methods a backend has, to name the one that hangs."""
+    _earlier: frozenset[threading.Thread] = frozenset()
+    """Threads from before the test, among them those of earlier tests that hang."""
     _test_name: str | None = None
     _has_hung = False
 
@@ -201,22 +215,37 @@ class ConformanceKit:
         """Run the body of a test that has a hint; a kit may bound its time by `run_bounded`."""
         test()
 
-    def run_bounded(self, call: Callable[[], object], what: str) -> None:
+    def run_bounded(self, call: Callable[[], T], what: str, times: int = HANGS_AFTER) -> T:
         """Make calls of the backend on a thread, which is left behind where they hang.
 
         Args:
             call: The calls.
-            what: Their name in the failure.
+            what: Their name in the failure, where no method of the backend is found in them.
+            times: Multiple of `deadline_s` after which they are given up.
 
         Raises:
-            AssertionError: They take more than `HANGS_AFTER` times `deadline_s`.
+            AssertionError: They take longer.
         """
-        made, bound_s = start_call(call, "kit"), HANGS_AFTER * self.deadline_s
+        made, bound_s = start_call(call, "kit"), times * self.deadline_s
         if not made.done.wait(bound_s):
             self._note_hang()
-            raise AssertionError(f"{what} has not returned in {bound_s:g} s")
+            raise AssertionError(self._under_way(bound_s) or _not_returned([what], bound_s))
         # Raises failures, and exceptions that are none, such as a skip.
-        made.outcome()
+        outcome: T = made.outcome()
+        return outcome
+
+    def _under_way(self, within_s: float | None = None) -> str:
+        """Name the backend's methods that threads of this test are in; empty if there are none.
+
+        Args:
+            within_s: Time that they had, in seconds, where that is known.
+        """
+        frames, found = sys._current_frames(), dict[str, None]()  # noqa: SLF001  # documented
+        for thread in threading.enumerate():
+            frame = None if thread in self._earlier else frames.get(thread.ident or 0)
+            if method := _method_in(frame, self._contract):
+                found[method] = None
+        return _not_returned(list(found), within_s) if found else ""
 
     def end_bounded(self, end: Callable[[], object], what: str) -> None:
         """End at the end of a test what it has made, as `run_bounded`.
@@ -239,6 +268,7 @@ class ConformanceKit:
                 f"{len(hung)} tests have hung, each for its whole time: {', '.join(hung)}; the "
                 "others were not run. Bound every call of the backend by a time-out, and run again"
             )
+        self._earlier = frozenset(threading.enumerate())
         name = request.node.name
         is_expected = {name, name.partition("[")[0]} & self.expected_failures.keys()
         self._test_name = None if is_expected else name
@@ -294,6 +324,32 @@ class ConformanceKit:
                 )
 
 
+def _method_in(frame: FrameType | None, contract: tuple[type, ...]) -> str:
+    """Return the innermost call of a contract's method in a stack: its name, and what it is to do.
+
+    Args:
+        frame: The innermost frame.
+        contract: Classes one of which the method's object, or class, is derived from.
+    """
+    while frame is not None:
+        code = frame.f_code
+        own = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        cls = own if isinstance(own, type) else type(own)
+        bases = [base for base in contract if base in cls.__mro__ and hasattr(base, code.co_name)]
+        if bases:
+            told = inspect.getdoc(getattr(bases[0], code.co_name)) or ""
+            first = f" ({told.splitlines()[0]})" if told and code.co_name != "__init__" else ""
+            return f"{code.co_name}() of {cls.__name__}{first}"
+        frame = frame.f_back
+    return ""
+
+
+def _not_returned(calls: list[str], within_s: float | None) -> str:
+    have = "has" if len(calls) == 1 else "have"
+    within = "" if within_s is None else f" in {within_s:g} s"
+    return f"{' and '.join(calls)} {have} not returned{within}"
+
+
 class _Warned(logging.Handler):
     """Keeps the first text of each warning, and of each error, that is logged."""
 
@@ -321,6 +377,34 @@ def registered_name(group: str, backend: type | None, kind: str = "") -> str:
     if not registry(group).registered(name):
         registry(group).register(name, backend)
     return name
+
+
+@contextlib.contextmanager
+def recorded_unpickling() -> Iterator[list[str]]:
+    """Record the functions of `pickle` that load, called by this thread or by one it starts.
+
+    Yields:
+        Their names.
+    """
+    loads: list[str] = []
+
+    def watch(frame: FrameType, event: str, function: Any) -> None:
+        modules, name = {frame.f_globals.get("__name__")}, frame.f_code.co_name
+        if event == "c_call":
+            owner = type(getattr(function, "__self__", None))
+            modules = {function.__module__, *(base.__module__ for base in owner.__mro__)}
+            name = function.__name__
+        if event in ("call", "c_call") and "load" in name and modules & {"pickle", "_pickle"}:
+            loads.append(name)
+
+    before = sys.getprofile(), threading.getprofile()
+    threading.setprofile(watch)
+    sys.setprofile(watch)
+    try:
+        yield loads
+    finally:
+        sys.setprofile(before[0])
+        threading.setprofile(before[1])
 
 
 def checked_stats(stats: Mapping[str, Any], side: str) -> dict[str, float]:

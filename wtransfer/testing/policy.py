@@ -86,7 +86,7 @@ class PolicyConformance(ConformanceKit):
         keys = _kept(cache, CAPACITY)
         evicted = [_evict(cache, 1)[0] for _ in keys]
         assert sorted(evicted) == sorted(keys)
-        assert _try_evict(cache, 1) is None
+        _check_refused(cache, 1)
 
     @usually("reorder() removes blocks and does not add them again")
     def test_reorder_keeps_candidates(self, make: MakePolicy) -> None:
@@ -103,7 +103,9 @@ class PolicyConformance(ConformanceKit):
         cache = make(CAPACITY)
         keys = _kept(cache, CAPACITY)
         evicted = _evict(cache, count)
-        assert len(set(evicted)) == count
+        assert len(set(evicted)) == count, (
+            f"evict({count}) returned {len(set(evicted))} different blocks"
+        )
         rest = CAPACITY - count
         others = _evict(cache, rest) if rest else []
         assert sorted([*evicted, *others]) == sorted(keys)
@@ -115,7 +117,7 @@ class PolicyConformance(ConformanceKit):
         (old,) = _kept(cache, 1)
         new = _keys(2)
         cache.insert(new)
-        assert _try_evict(cache, 2) is None
+        _check_refused(cache, 2)
         assert _evict(cache, 1) == [old]
         cache.release(new)
         assert sorted(_evict(cache, 2)) == sorted(new)
@@ -127,7 +129,7 @@ class PolicyConformance(ConformanceKit):
         keys = _kept(cache, 3)
         for _ in range(3):
             cache.pin(keys[:2])
-            assert _try_evict(cache, 2) is None
+            _check_refused(cache, 2)
             cache.release(keys[:2])
         cache.pin(keys[:2])
         assert _evict(cache, 1) == [keys[2]]
@@ -140,7 +142,7 @@ class PolicyConformance(ConformanceKit):
         cache = make(CAPACITY)
         keys = _kept(cache, 6)
         protected = {keys[0], keys[3], keys[5]}
-        assert _try_evict(cache, 4, protected) is None
+        _check_refused(cache, 4, protected)
         assert set(_evict(cache, 3, protected)) == set(keys) - protected
         assert set(_evict(cache, 3)) == protected
 
@@ -153,7 +155,7 @@ class PolicyConformance(ConformanceKit):
             cache.touch(keys[1:3])
             cache.touch(keys[::-1])
         assert sorted(_evict(cache, 4)) == sorted(keys)
-        assert _try_evict(cache, 1) is None
+        _check_refused(cache, 1)
 
     @usually("remove() looks in one of the policy's lists only")
     def test_removed_blocks_are_not_evicted(self, make: MakePolicy) -> None:
@@ -166,7 +168,7 @@ class PolicyConformance(ConformanceKit):
         cache.remove([keys[0], keys[1], storing[0]])
         cache.release(storing[1:])
         assert sorted(_evict(cache, 3)) == sorted([keys[2], keys[3], storing[1]])
-        assert _try_evict(cache, 1) is None
+        _check_refused(cache, 1)
 
     @usually("a block that is remembered as evicted is not taken up again")
     def test_evicted_and_removed_blocks_may_return(self, make: MakePolicy) -> None:
@@ -204,7 +206,9 @@ class PolicyConformance(ConformanceKit):
             assert asked.evict(count, protected, incoming) is None
         for number in range(CAPACITY - 2):
             new = [coming[4 + number % 12]]
-            assert asked.evict(1, (), new) == other.evict(1, (), new)
+            assert asked.evict(1, (), new) == other.evict(1, (), new), (
+                "after a refused eviction others are evicted"
+            )
 
     # -- effort and memory
 
@@ -291,8 +295,11 @@ def _kept(cache: CachePolicy, count: int) -> list[Any]:
     return keys
 
 
-def _try_evict(cache: CachePolicy, count: int, protected: Any = ()) -> list[Any] | None:
-    return cache.evict(count, protected, _keys(count))
+def _check_refused(cache: CachePolicy, count: int, protected: Any = ()) -> None:
+    evicted = cache.evict(count, protected, _keys(count))
+    assert evicted is None, (
+        f"evict({count}) returned {len(evicted)} blocks; there are fewer candidates: return None"
+    )
 
 
 def _evict(
@@ -300,7 +307,7 @@ def _evict(
 ) -> list[Any]:
     evicted = cache.evict(count, protected, incoming or _keys(count))
     assert evicted is not None, f"{count} candidates, and none was evicted"
-    assert len(evicted) == count
+    assert len(evicted) == count, f"evict({count}) returned {len(evicted)} blocks"
     return evicted
 
 

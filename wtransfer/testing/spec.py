@@ -47,7 +47,14 @@ from wtransfer.errors import BlockNotKeptError
 from wtransfer.kv.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from wtransfer.kv.keys import fence_key, make_offload_key
 from wtransfer.specs.factory import OffloadingSpecFactory
-from wtransfer.specs.interface import GPULoadStoreSpec, LookupResult, ReqContext
+from wtransfer.specs.interface import (
+    GPULoadStoreSpec,
+    LookupResult,
+    OffloadingManager,
+    OffloadingSpec,
+    OffloadingWorker,
+    ReqContext,
+)
 from wtransfer.specs.seed_adapter import SeedSpecAdapter
 from wtransfer.testing.kit import (
     ConformanceKit,
@@ -64,8 +71,6 @@ if TYPE_CHECKING:
     from wtransfer.kv.keys import OffloadKey
     from wtransfer.specs.interface import (
         LoadStoreSpec,
-        OffloadingSpec,
-        OffloadingWorker,
         PrepareStoreOutput,
         TransferResult,
     )
@@ -110,6 +115,8 @@ NUM_FEW = 8
 """Approximate number of blocks of `FEW` that fit into a tier that is to evict."""
 LARGE = Geometry(num_layers=2, page_nbytes=2**23, num_blocks=2)
 """Blocks whose copies take milliseconds: far longer than to begin one."""
+_OTHER_BYTES = "other bytes were loaded than were stored"
+_NOT_LOADED = "a block that was stored could not be loaded"
 MOST_TRIES = 20
 """Most tries to see a job running: this process may be held up until the job has ended."""
 
@@ -132,6 +139,7 @@ class SpecConformance(ConformanceKit):
     """Bound on a shutdown while jobs are running, and on its leftovers, in seconds."""
 
     smoke_test = "test_one_block_is_stored_and_loaded"
+    _contract = (OffloadingSpec, OffloadingManager, OffloadingWorker)
 
     def run_test(self, test: Callable[[], None]) -> None:
         """Run a test on a thread, whose time is bounded."""
@@ -184,7 +192,7 @@ class SpecConformance(ConformanceKit):
         """Make a host whose tier is smaller than its cache."""
         if not self.size_option:
             pytest.skip("size_option is not given: this tier cannot be made small")
-        return host(num_kept=NUM_FEW)
+        return self.run_bounded(lambda: host(num_kept=NUM_FEW), "a constructor")
 
     def _options_for(self, geometry: Geometry, num_kept: int) -> dict[str, Any]:
         # Room for headers and alignment, which count with small blocks.
@@ -207,8 +215,8 @@ class SpecConformance(ConformanceKit):
         made = host()
         made.write(0, seed=1)
         made.store([key_of(1)], [0])
-        assert made.load([key_of(1)], [1])
-        assert made.digest(1) == made.digest(0)
+        assert made.load([key_of(1)], [1]), _NOT_LOADED
+        assert made.digest(1) == made.digest(0), _OTHER_BYTES
 
     @usually(
         "layers are left out, pages are padded or cut, or that the order of block_ids is changed"
@@ -225,8 +233,8 @@ class SpecConformance(ConformanceKit):
         expected = made.digests()
         for key, block in ((2, 9), (0, 3), (3, 0), (1, 7)):
             expected[block] = stored[key]
-        assert made.load([keys[2], keys[0], keys[3], keys[1]], [9, 3, 0, 7])
-        assert made.digests() == expected
+        assert made.load([keys[2], keys[0], keys[3], keys[1]], [9, 3, 0, 7]), _NOT_LOADED
+        assert made.digests() == expected, "the cache has other bytes than those that were stored"
 
     @usually("a load takes the block away")
     def test_one_block_may_be_loaded_many_times(self, host: MakeHost) -> None:
@@ -235,8 +243,8 @@ class SpecConformance(ConformanceKit):
         made.write(0, seed=1)
         made.store([key_of(1)], [0])
         for blocks in ([1, 2, 3], [4]):
-            assert made.load([key_of(1)] * len(blocks), blocks)
-            assert {made.digest(block) for block in blocks} == {made.digest(0)}
+            assert made.load([key_of(1)] * len(blocks), blocks), _NOT_LOADED
+            assert {made.digest(block) for block in blocks} == {made.digest(0)}, _OTHER_BYTES
 
     @usually("a view of the cache is kept in the place of a copy")
     def test_store_copies_the_block(self, host: MakeHost) -> None:
@@ -247,8 +255,8 @@ class SpecConformance(ConformanceKit):
         made.store([key_of(1)], [0])
         made.write(0, seed=2)
         made.store([key_of(2)], [0])
-        assert made.load([key_of(1), key_of(2)], [1, 2])
-        assert (made.digest(1), made.digest(2)) == (first, made.digest(0))
+        assert made.load([key_of(1), key_of(2)], [1, 2]), _NOT_LOADED
+        assert (made.digest(1), made.digest(2)) == (first, made.digest(0)), _OTHER_BYTES
 
     @usually("group_sizes is not looked at: block_ids are those of all groups, one after the other")
     def test_groups_of_layers_are_kept_apart(self, host: MakeHost) -> None:
@@ -270,7 +278,7 @@ class SpecConformance(ConformanceKit):
             expected[destination] = expected[source]
         where = made.manager.prepare_load(keys, ctx)
         assert made.succeeded(made.submit_load([1, 2, 2], where, group_sizes=[2, 1]))
-        assert made.digests() == expected
+        assert made.digests() == expected, "the cache has other bytes than those that were stored"
 
     @usually(
         "block_indices is not looked at: the first block of a load may be in the middle of its "
@@ -290,7 +298,9 @@ class SpecConformance(ConformanceKit):
         where = made.manager.prepare_load(keys, ctx)
         job = made.submit_load([10, 11, 12], where, block_indices=[1])
         assert made.succeeded(job)
-        assert [made.digest(block) for block in (10, 11, 12)] == [made.digest(b) for b in (8, 1, 5)]
+        assert [made.digest(block) for block in (10, 11, 12)] == [
+            made.digest(b) for b in (8, 1, 5)
+        ], _OTHER_BYTES
 
     @usually("blocks have no checksum, or that it is compared after the cache was written")
     def test_a_damaged_block_is_not_loaded(self, host: MakeHost) -> None:
@@ -309,8 +319,8 @@ class SpecConformance(ConformanceKit):
             )
         memory[len(memory) // 2] ^= 1
         before = made.digests()
-        assert not made.load([key_of(1)], [1])
-        assert made.digests() == before
+        assert not made.load([key_of(1)], [1]), "a damaged block was loaded"
+        assert made.digests() == before, "a block that is not loaded was written to the cache"
 
     @usually("all ranks write to one file or one store: put `config.parallel.rank` into its name")
     def test_ranks_keep_their_own_bytes(self, host: MakeHost) -> None:
@@ -333,16 +343,28 @@ class SpecConformance(ConformanceKit):
         """Before `complete_store`, a lookup is no hit."""
         made = host()
         ctx, key = made.request(), key_of(1)
-        assert made.manager.lookup(key, ctx) is LookupResult.MISS
+        assert made.manager.lookup(key, ctx) is LookupResult.MISS, (
+            "a block is found that is not there"
+        )
         prepared = made.manager.prepare_store([key], ctx)
         assert prepared is not None
-        assert prepared.keys_to_store == [key]
-        assert made.manager.lookup(key, ctx) is not LookupResult.HIT
+        assert prepared.keys_to_store == [key], (
+            "others are to be stored than those that are missing"
+        )
+        assert made.manager.lookup(key, ctx) is not LookupResult.HIT, (
+            "a block is a hit before its store is complete"
+        )
         assert made.succeeded(made.submit_store([0], prepared.store_spec))
-        assert made.manager.lookup(key, ctx) is not LookupResult.HIT
+        assert made.manager.lookup(key, ctx) is not LookupResult.HIT, (
+            "a block is a hit before its store is complete"
+        )
         made.manager.complete_store([key], ctx)
-        assert made.manager.lookup(key, ctx) is LookupResult.HIT
-        assert made.manager.lookup(key_of(2), ctx) is LookupResult.MISS
+        assert made.manager.lookup(key, ctx) is LookupResult.HIT, (
+            "a block that was stored is not found"
+        )
+        assert made.manager.lookup(key_of(2), ctx) is LookupResult.MISS, (
+            "a block is found that is not there"
+        )
 
     @usually("keys_to_store contains keys that are kept, or one of them twice")
     def test_only_new_keys_are_stored(self, host: MakeHost) -> None:
@@ -352,7 +374,9 @@ class SpecConformance(ConformanceKit):
         keys = [key_of(number) for number in (3, 1, 2, 3)]
         prepared = made.manager.prepare_store(keys, made.request())
         assert prepared is not None
-        assert prepared.keys_to_store == [key_of(3), key_of(2)]
+        assert prepared.keys_to_store == [key_of(3), key_of(2)], (
+            "others are to be stored than those that are missing"
+        )
 
     @usually("complete_store() does not look at `success`")
     def test_failed_store_is_a_miss(self, host: MakeHost) -> None:
@@ -364,11 +388,13 @@ class SpecConformance(ConformanceKit):
         assert prepared is not None
         assert made.succeeded(made.submit_store([0], prepared.store_spec))
         made.manager.complete_store([key], ctx, success=False)
-        assert made.manager.lookup(key, ctx) is LookupResult.MISS
+        assert made.manager.lookup(key, ctx) is LookupResult.MISS, (
+            "a block is found that is not there"
+        )
         made.write(0, seed=2)
         made.store([key], [0])
-        assert made.load([key], [1])
-        assert made.digest(1) == made.digest(0)
+        assert made.load([key], [1]), _NOT_LOADED
+        assert made.digest(1) == made.digest(0), _OTHER_BYTES
 
     @usually("the hits are pinned before all keys were looked up, or that the error is another one")
     def test_prepare_load_refuses_missing_blocks(self, host: MakeHost) -> None:
@@ -379,7 +405,9 @@ class SpecConformance(ConformanceKit):
         with contextlib.suppress(BlockNotKeptError):
             made.manager.prepare_load([key_of(1), key_of(2)], made.request())
             raise AssertionError("prepare_load() has returned a place of a block that is not kept")
-        assert dict(made.manager.get_stats()) == before
+        assert dict(made.manager.get_stats()) == before, (
+            "a prepare_load() that was refused has pinned blocks"
+        )
 
     # -- eviction
 
@@ -389,14 +417,14 @@ class SpecConformance(ConformanceKit):
         num_kept = len(small_host.fill())
         assert num_kept > 1, "the tier keeps one block only"
         for _ in range(2 * num_kept):
-            assert small_host.store_next() is not None
+            assert small_host.store_next() is not None, "no block can be stored any more"
         ctx = small_host.request()
         found = {key: small_host.manager.lookup(key, ctx) for key in small_host.digest_of}
         hits = [key for key, result in found.items() if result is LookupResult.HIT]
         assert sorted(hits) == sorted(small_host.kept)
         for key in hits:
-            assert small_host.load([key], [1])
-            assert small_host.digest(1) == small_host.digest_of[key]
+            assert small_host.load([key], [1]), _NOT_LOADED
+            assert small_host.digest(1) == small_host.digest_of[key], _OTHER_BYTES
 
     @usually("loads of a block are not counted: the first that ends unpins it for all")
     def test_pinned_blocks_are_not_evicted(self, small_host: SpecHost) -> None:
@@ -408,10 +436,12 @@ class SpecConformance(ConformanceKit):
         for ctx in (first, second):
             for _ in range(2 * len(small_host.kept)):
                 small_host.store_next()
-            assert small_host.manager.lookup(key, ctx) is LookupResult.HIT
+            assert small_host.manager.lookup(key, ctx) is LookupResult.HIT, (
+                "a block that was stored is not found"
+            )
             small_host.manager.complete_load([key], first)
-        assert small_host.succeeded(small_host.submit_load([1], where))
-        assert small_host.digest(1) == small_host.digest_of[key]
+        assert small_host.succeeded(small_host.submit_load([1], where)), _NOT_LOADED
+        assert small_host.digest(1) == small_host.digest_of[key], _OTHER_BYTES
 
     @usually(
         "blocks are evicted one by one until no further one can be; look first whether there "
@@ -424,9 +454,13 @@ class SpecConformance(ConformanceKit):
         events = list(small_host.manager.take_events())
         del events
         new = [key_of(10**6 + number) for number in range(2)]
-        assert small_host.manager.prepare_store(new, small_host.request()) is None
+        assert small_host.manager.prepare_store(new, small_host.request()) is None, (
+            "blocks are to be stored for which there is no room"
+        )
         ctx = small_host.request()
-        assert {small_host.manager.lookup(key, ctx) for key in kept} == {LookupResult.HIT}
+        assert {small_host.manager.lookup(key, ctx) for key in kept} == {LookupResult.HIT}, (
+            "a prepare_store() that was refused has evicted blocks"
+        )
         assert {small_host.manager.lookup(key, ctx) for key in new} == {LookupResult.MISS}
         assert list(small_host.manager.take_events()) == []
         prepared = small_host.manager.prepare_store(new[:1], small_host.request())
@@ -445,11 +479,11 @@ class SpecConformance(ConformanceKit):
             small_host.store_next()
         assert small_host.succeeded(small_host.submit_store([1], prepared.store_spec))
         small_host.manager.complete_store([key], ctx)
-        assert small_host.load([key], [2])
-        assert small_host.digest(2) == small_host.digest(1)
+        assert small_host.load([key], [2]), _NOT_LOADED
+        assert small_host.digest(2) == small_host.digest(1), _OTHER_BYTES
         for other in small_host.kept:
-            assert small_host.load([other], [2])
-            assert small_host.digest(2) == small_host.digest_of[other]
+            assert small_host.load([other], [2]), _NOT_LOADED
+            assert small_host.digest(2) == small_host.digest_of[other], _OTHER_BYTES
 
     @usually("the worker does not keep the key beside the bytes, to compare it")
     def test_load_from_reused_slot_gives_no_other_bytes(self, small_host: SpecHost) -> None:
@@ -467,9 +501,11 @@ class SpecConformance(ConformanceKit):
             before = small_host.digests()
             if small_host.succeeded(small_host.submit_load([1], places[key])):
                 # A place that is named by its block may still be right.
-                assert small_host.digest(1) == small_host.digest_of[key]
+                assert small_host.digest(1) == small_host.digest_of[key], _OTHER_BYTES
                 before[1] = small_host.digest_of[key]
-            assert small_host.digests() == before
+            assert small_host.digests() == before, (
+                "a block that is not loaded was written to the cache"
+            )
 
     @usually(
         "several of the calls above do not go together; the first assertion says which block "
@@ -488,11 +524,11 @@ class SpecConformance(ConformanceKit):
             found = [small_host.manager.lookup(key, ctx) for key in keys]
             hits = [k for k, f in zip(keys, found, strict=True) if f is LookupResult.HIT]
             if hits:
-                assert small_host.load(hits, range(8, 8 + len(hits)), ctx)
+                assert small_host.load(hits, range(8, 8 + len(hits)), ctx), _NOT_LOADED
                 num_loaded += len(hits)
             for block, key in enumerate(hits, start=8):
                 small_host.write(0, seed=int.from_bytes(key[16:48], "big"))
-                assert small_host.digest(block) == small_host.digest(0)
+                assert small_host.digest(block) == small_host.digest(0), _OTHER_BYTES
             for block, key in enumerate(keys):
                 small_host.write(block, seed=int.from_bytes(key[16:48], "big"))
             small_host.store(keys, range(len(keys)), ctx)
@@ -513,7 +549,9 @@ class SpecConformance(ConformanceKit):
             small_host.manager.complete_store([key], first, success=False)
         for _ in range(3 * len(small_host.kept)):
             small_host.store_next()
-        assert small_host.manager.lookup(key, second) is LookupResult.HIT
+        assert small_host.manager.lookup(key, second) is LookupResult.HIT, (
+            "a block that was stored is not found"
+        )
 
     @usually("a job or a key is looked up by `[]`")
     def test_unknown_completions_are_ignored(self, host: MakeHost) -> None:
@@ -522,7 +560,9 @@ class SpecConformance(ConformanceKit):
         ctx = made.request()
         made.manager.complete_load([key_of(1)], ctx)
         made.manager.complete_store([key_of(1)], ctx)
-        assert made.manager.lookup(key_of(1), ctx) is LookupResult.MISS
+        assert made.manager.lookup(key_of(1), ctx) is LookupResult.MISS, (
+            "a block is found that is not there"
+        )
 
     # -- jobs
 
@@ -607,14 +647,20 @@ class SpecConformance(ConformanceKit):
         ctx = made.request()
         where = made.manager.prepare_load(keys[:1], ctx)
         made.manager.reset_cache()
-        assert {made.manager.lookup(key, ctx) for key in keys} == {LookupResult.MISS}
+        assert {made.manager.lookup(key, ctx) for key in keys} == {LookupResult.MISS}, (
+            "a block is found after reset_cache()"
+        )
         assert made.succeeded(made.submit_load([5], where))
-        assert made.digest(5) == made.digest(0)
+        assert made.digest(5) == made.digest(0), _OTHER_BYTES
         made.manager.complete_load(keys[:1], ctx)
-        assert made.manager.lookup(keys[0], ctx) is LookupResult.MISS
+        assert made.manager.lookup(keys[0], ctx) is LookupResult.MISS, (
+            "a block is found that is not there"
+        )
         made.store(keys, [2, 1, 0])
-        assert made.load(keys, [8, 9, 10])
-        assert [made.digest(block) for block in (8, 9, 10)] == [made.digest(b) for b in (2, 1, 0)]
+        assert made.load(keys, [8, 9, 10]), _NOT_LOADED
+        assert [made.digest(block) for block in (8, 9, 10)] == [
+            made.digest(b) for b in (2, 1, 0)
+        ], _OTHER_BYTES
 
     @usually(
         "weights_changed() keeps blocks that can never be hits, and pins or counts them for good"
@@ -624,10 +670,10 @@ class SpecConformance(ConformanceKit):
         small_host.fill()
         for _ in range(3):
             small_host.manager.weights_changed()
-            assert small_host.store_next() is not None
+            assert small_host.store_next() is not None, "no block can be stored any more"
             key = small_host.kept[-1]
-            assert small_host.load([key], [1])
-            assert small_host.digest(1) == small_host.digest_of[key]
+            assert small_host.load([key], [1]), _NOT_LOADED
+            assert small_host.digest(1) == small_host.digest_of[key], _OTHER_BYTES
 
     # -- events and statistics
 
@@ -658,9 +704,9 @@ class SpecConformance(ConformanceKit):
         before = _stats(made)
         for number in range(3):
             made.store([key_of(number)], [0])
-            assert made.load([key_of(number)], [1])
+            assert made.load([key_of(number)], [1]), _NOT_LOADED
             made.manager.reset_cache()
-        assert fallen_counters(before, _stats(made)) == []
+        assert fallen_counters(before, _stats(made)) == [], "counters that have fallen"
 
     # -- construction and shutdown
 
@@ -699,7 +745,7 @@ class SpecConformance(ConformanceKit):
         """A second call returns the same object."""
         spec = make_spec(config_of(FEW, self._options_for(FEW, NUM_FEW)))
         manager = spec.get_manager()
-        assert spec.get_manager() is manager
+        assert spec.get_manager() is manager, "get_manager() has returned another object"
         manager.shutdown()
 
     @usually("a second shutdown() uses what the first one has dropped")
@@ -724,7 +770,9 @@ class SpecConformance(ConformanceKit):
         made.submit_store(range(16), prepared.store_spec)
         begun = time.monotonic()
         made.close()
-        assert time.monotonic() - begun < self.ends_within_s
+        assert time.monotonic() - begun < self.ends_within_s, (
+            f"shutdown() has taken more than {self.ends_within_s:g} s"
+        )
 
     @usually("shutdown() does not join a thread, or keeps a file or shared memory open")
     def test_shutdown_leaves_nothing(self, host: MakeHost) -> None:
@@ -733,7 +781,7 @@ class SpecConformance(ConformanceKit):
         def live() -> None:
             made = host()
             made.store([key_of(1), key_of(2)], [0, 1])
-            assert made.load([key_of(2)], [3])
+            assert made.load([key_of(2)], [3]), _NOT_LOADED
             made.close()
 
         # A process may create resources once and keep them, such as a pool of threads.

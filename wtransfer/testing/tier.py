@@ -26,7 +26,6 @@ import copy
 import functools
 import gc
 import secrets
-import sys
 import threading
 import time
 import tracemalloc
@@ -59,6 +58,7 @@ from wtransfer.testing.kit import (
     ConformanceKit,
     checked_stats,
     fallen_counters,
+    recorded_unpickling,
     registered_name,
     usually,
 )
@@ -161,6 +161,7 @@ class TierConformance(ConformanceKit):
     ends_within_s: ClassVar[float] = 5.0
     """Bound on the leftovers of a closed tier, in seconds."""
     smoke_test = "test_one_value_is_put_and_found"
+    _contract = (Tier,)
 
     def run_test(self, test: Callable[[], None]) -> None:
         """Run a test on a thread, whose time is bounded."""
@@ -304,7 +305,10 @@ class TierConformance(ConformanceKit):
     def bed(self, make_bed: MakeBed, served: EngineConfig) -> ConnectorTestBed:
         """Serve a model with two instances of two ranks, which share the tier."""
         settings = msgspec.structs.replace(served, num_ranks=2)
-        return make_bed(settings, "producer", "consumer", **served.options)
+        return self.run_bounded(
+            lambda: make_bed(settings, "producer", "consumer", **served.options),
+            "a constructor",
+        )
 
     @pytest.fixture
     def make_host(
@@ -361,7 +365,8 @@ class TierConformance(ConformanceKit):
         """A value may be read many times."""
         user, key, value = open_tier(), key_of(1), value_of(1, SMALL)
         user.put(key, value)
-        assert [_content(user, key, value) for _ in range(3)] == [_RIGHT] * 3
+        for number in range(3):
+            assert _content(user, key, value) == _RIGHT, f"as it is read for the {number + 1}. time"
         assert user.contains([key]) == [True]
 
     @usually("put() keeps the first value of a key, or a part of it")
@@ -472,7 +477,9 @@ class TierConformance(ConformanceKit):
             user.put(key, value)
         _check_kept(user, values)
         user.remove([key_of(1, 1)])
-        assert user.contains(list(values)) == [rank != 1 for rank in ranks]
+        assert user.contains(list(values)) == [rank != 1 for rank in ranks], (
+            "contains() does not answer for each key, in order"
+        )
 
     @usually("answers are made from a set, or from what the store returns for the keys it has")
     def test_contains_answers_for_each_key(self, open_tier: OpenTier, key_of: KeyOf) -> None:
@@ -482,10 +489,14 @@ class TierConformance(ConformanceKit):
             user.put(key_of(number), value_of(number, SMALL))
         numbers = [4, 0, 3, 3, 2, 2, 1, 4, 0]
         found = user.contains([key_of(number) for number in numbers])
-        assert found == [number in (1, 3, 4) for number in numbers]
+        assert found == [number in (1, 3, 4) for number in numbers], (
+            "contains() does not answer for each key, in order"
+        )
         assert user.contains([]) == []
         many = [key_of(number) for number in range(2000)]
-        assert user.contains(many) == [number in (1, 3, 4) for number in range(2000)]
+        assert user.contains(many) == [number in (1, 3, 4) for number in range(2000)], (
+            "contains() does not answer for each key, in order"
+        )
 
     @usually("remove() does nothing, raises for a key that is not there, or removes too much")
     def test_removed_keys_are_gone(self, open_tier: OpenTier, key_of: KeyOf) -> None:
@@ -524,7 +535,9 @@ class TierConformance(ConformanceKit):
         found = user.tier.get_many(
             [(key_of(number), into.data) for (number, _), into in zip(asked, memory, strict=True)]
         )
-        assert found == [True, False, True, False, True, True]
+        assert found == [True, False, True, False, True, True], (
+            "get_many() does not find what get() finds"
+        )
         for (number, _), into, is_found in zip(asked, memory, found, strict=True):
             assert not is_found or into.tobytes() == values[key_of(number)], f"item {number}"
 
@@ -576,27 +589,10 @@ class TierConformance(ConformanceKit):
         """No function of `pickle` that loads is called."""
         # Imports at the first use are no concern of this test.
         _use(open_tier(), key_of(1))
-        loads: list[str] = []
-
-        def watch(frame: Any, event: str, function: Any) -> None:
-            modules, name = {frame.f_globals.get("__name__")}, frame.f_code.co_name
-            if event == "c_call":
-                owner = type(getattr(function, "__self__", None))
-                modules = {function.__module__, *(base.__module__ for base in owner.__mro__)}
-                name = function.__name__
-            if event in ("call", "c_call") and "load" in name and modules & {"pickle", "_pickle"}:
-                loads.append(name)
-
-        before = sys.getprofile(), threading.getprofile()
-        threading.setprofile(watch)
-        sys.setprofile(watch)
-        try:
+        with recorded_unpickling() as loads:
             user = open_tier()
             _use(user, key_of(2))
             user.close()
-        finally:
-            sys.setprofile(before[0])
-            threading.setprofile(before[1])
         assert loads == [], "functions of the module pickle were called"
 
     # -- several callers
@@ -616,11 +612,17 @@ class TierConformance(ConformanceKit):
             for turn in range(25):
                 own, value = key_of(1 + number), value_of(100 * number + turn, nbytes)
                 user.put(own, value)
-                assert _content(user, own, value) == _RIGHT, "under a thread's own key"
+                assert _content(user, own, value) == _RIGHT, (
+                    "beside other threads, under a key of its own"
+                )
                 user.put(shared, of_thread[number])
                 found = user.get(shared, nbytes)
-                assert found is not None, "nothing, while another thread replaces the value"
-                assert any(found == each for each in of_thread), "a mix of two threads' values"
+                assert found is not None, (
+                    "beside other threads: nothing, while one replaces the value"
+                )
+                assert any(found == each for each in of_thread), (
+                    "beside other threads: a mix of two values"
+                )
                 user.remove([own])
                 assert user.contains([own, shared]) == [False, True]
 
@@ -655,7 +657,9 @@ class TierConformance(ConformanceKit):
         worker = open_tier()
         for number, key in enumerate(keys[:2]):
             worker.put(key, value_of(number, SMALL))
-        assert scheduler.contains(keys) == [True, True, False]
+        assert scheduler.contains(keys) == [True, True, False], (
+            "contains() misses what another object has put"
+        )
         assert _content(scheduler, keys[0], value_of(0, SMALL)) == _RIGHT
 
     @usually(
@@ -670,8 +674,10 @@ class TierConformance(ConformanceKit):
         for first, second, seed in ((user, other, 1), (other, user, 2), (user, other, 3)):
             value = value_of(seed, SMALL)
             first.put(key_of(1), value)
-            assert second.contains([key_of(1), key_of(2)]) == [True, False]
-            assert _content(second, key_of(1), value) == _RIGHT, f"value {seed}"
+            assert second.contains([key_of(1), key_of(2)]) == [True, False], (
+                "contains() misses what another process has put"
+            )
+            assert _content(second, key_of(1), value) == _RIGHT, f"value {seed} of another process"
         other.remove([key_of(1)])
         assert user.contains([key_of(1)]) == [False], "after the other process has removed it"
         assert user.get(key_of(1), SMALL) is None, "after the other process has removed it"
@@ -693,9 +699,11 @@ class TierConformance(ConformanceKit):
             process.kill()
             for key in keys:
                 found = user.get(key, nbytes)
-                assert found is None or found in values, "a value is torn"
+                assert found is None or found in values, "a value is torn: get() returns it"
                 is_there = user.contains([key])
-                assert is_there == [found is not None], "contains() and get() do not agree"
+                assert is_there == [found is not None], (
+                    "a value is torn: contains() and get() do not agree"
+                )
             assert _content(user, key_of(99), value_of(99, nbytes)) == _RIGHT, "of another key"
             user.put(keys[0], value_of(1, nbytes))
             assert _content(user, keys[0], value_of(1, nbytes)) == _RIGHT, "put after the kill"

@@ -30,10 +30,15 @@ class PagedCache:
         self.block_size = shape.block_size
         # Zeros: values behind the last token are multiplied by zero, and must be finite for that.
         places = [model.place_of(number) for number in range(model.num_layers)]
+        rows = [num_kv_heads, shape.block_size]
+        if shape.is_transposed:
+            rows.reverse()
         pages = [
-            torch.zeros(shape.num_blocks, 2, num_kv_heads, shape.block_size, model.head_width)
+            torch.zeros(shape.num_blocks, 2, *rows, model.head_width)
             for _ in range(max(places) + 1)
         ]
+        if shape.is_transposed:
+            pages = [page.transpose(2, 3) for page in pages]
         # As in vLLM, layers of different groups share their memory: a block is one group's.
         self.layers = [pages[place] for place in places]
         """For each layer ``(block, key or value, head, position, head width)``."""

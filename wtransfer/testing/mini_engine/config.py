@@ -71,6 +71,8 @@ class CacheShape(msgspec.Struct, frozen=True):
     block_size: int = 16
     """Tokens per block."""
     num_blocks: int = 256
+    is_transposed: bool = False
+    """True: in memory the heads of a position come one after the other; the shape is the same."""
 
 
 class Limits(msgspec.Struct, frozen=True):
