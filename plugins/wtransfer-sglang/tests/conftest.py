@@ -65,8 +65,9 @@ def servers(models, tmp_path_factory):
         server.close()
 
 
-@pytest.fixture(params=["llama", "moe"])
+@pytest.fixture(scope="module", params=["llama", "moe"])
 def kind(request):
+    """The kind of model: a server of a module's own is started once for each."""
     return request.param
 
 

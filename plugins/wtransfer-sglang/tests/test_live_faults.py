@@ -1,6 +1,7 @@
-"""A pusher or a rank that is killed or stopped beside updates: nothing is torn, nobody waits on."""
+"""Kills and stops of a pusher or a rank, and spoilt pushes: nothing is torn, and nothing hangs."""
 
 import contextlib
+import json
 import signal
 import time
 
@@ -10,7 +11,9 @@ from publishers import Pusher, pushed
 from safetensors.torch import load_file
 from server import PROMPT, TOKEN, Server, cpu_threads
 from sglang_models import wrong_tokens
+from wtransfer.engines.factory import WeightTransferEngineFactory
 from wtransfer.errors import WTransferError
+from wtransfer.testing.faults import SPOILS
 
 pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(900)]
 
@@ -20,20 +23,12 @@ SLACK_S = 20.0
 """What a busy machine may add to a deadline."""
 
 
-def start(models, folder):
-    return Server(folder, models / "llama-A", OPTIONS, cpu_threads())
-
-
 @pytest.fixture(scope="module")
-def ranks(models, tmp_path_factory):
-    server = start(models, tmp_path_factory.mktemp("ranks"))
+def ranks(models, kind, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    server = Server(folder, models / f"{kind}-A", OPTIONS, cpu_threads())
     yield server.ready()
     server.close()
-
-
-@pytest.fixture
-def folders(models):
-    return {"default": models / "llama-A", "A": models / "llama-A", "B": models / "llama-B"}
 
 
 def check(server, folders):
@@ -83,6 +78,39 @@ def test_pusher_that_is_killed_within_a_commit_leaves_both_ranks_with_one_set(ra
     check(ranks, folders)
 
 
+@pytest.fixture(scope="module")
+def spoilt_shm():
+    """Name of an engine whose updates arrive spoilt; on this side it is the engine `shm`."""
+    WeightTransferEngineFactory.register_engine(
+        "spoilt-shm", "wtransfer.engines.shm", "ShmWeightTransferEngine"
+    )
+    return "spoilt-shm"
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_push_that_arrives_spoilt_in_one_rank_is_applied_in_none(ranks, folders, spoilt_shm, spoil):
+    pushed(folders["A"], ranks, "A")
+    before = ranks.ask(PROMPT).tokens
+    held = load_file(folders["B"] / "model.safetensors")
+    ranks.tell("rank", "1")
+    ranks.tell("spoil", json.dumps({"action": spoil, "tensor": 5}))
+    with wtransfer.Publisher(
+        held, hosts=[ranks.address], engine=spoilt_shm, token=TOKEN, deadline_s=30
+    ) as publisher:
+        assert len(publisher.workers()) == 2
+        running = ranks.begin([*PROMPT, 1], 40)
+        with pytest.raises(WTransferError, match=r"worker .*/1"):
+            publisher.publish("spoilt")
+        assert running.result().versions == [("A", 0, 40)]
+        answer = ranks.ask(PROMPT)
+        assert (answer.versions, answer.tokens) == ([("A", 0, 8)], before)
+        ranks.forget("spoil")
+        publisher.publish("B")
+    after = ranks.ask(PROMPT)
+    assert after.versions == [("B", 0, 8)]
+    assert wrong_tokens(folders, after) == []
+
+
 def test_pusher_that_is_stopped_keeps_neither_requests_nor_another_one(ranks, folders):
     pusher = Pusher(folders, ranks, DEADLINE_S)
     with contextlib.closing(pusher):
@@ -112,10 +140,8 @@ def test_rank_that_is_stopped_is_told_in_time_and_goes_on_whole(ranks, folders):
     check(ranks, folders)
 
 
-def test_rank_that_is_killed_within_a_commit_is_told_in_time_and_ends_sglang(
-    models, folders, tmp_path
-):
-    server = start(models, tmp_path)
+def test_rank_that_is_killed_within_a_commit_is_told_in_time_and_ends_sglang(folders, tmp_path):
+    server = Server(tmp_path, folders["A"], OPTIONS, cpu_threads())
     with contextlib.closing(server):
         server.ready()
         held = load_file(folders["B"] / "model.safetensors")

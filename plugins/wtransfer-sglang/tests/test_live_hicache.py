@@ -9,6 +9,7 @@ import pytest
 from publishers import publishing, pushed
 from server import PROMPT, Server
 from sglang_models import wrong_tokens
+from test_live_kv import llama_first
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1200)]
 
@@ -95,13 +96,12 @@ class ValkeyTier:
         self._server.close()
 
 
-in_each = pytest.mark.parametrize("storage", [OwnFiles, FileTier, ValkeyTier], indirect=True)
+in_each = pytest.mark.parametrize(
+    ("storage", "kind"),
+    [(OwnFiles, "llama"), (FileTier, "llama"), (ValkeyTier, "llama")],
+    indirect=["storage"],
+)
 in_files = pytest.mark.parametrize("storage", [FileTier], indirect=True)
-
-
-@pytest.fixture
-def folders(models):
-    return {"default": models / "llama-A", "A": models / "llama-A", "B": models / "llama-B"}
 
 
 @pytest.fixture
@@ -112,8 +112,8 @@ def storage(request, tmp_path):
 
 
 @pytest.fixture
-def start(models, storage, tmp_path):
-    """Maker of servers over one storage."""
+def start(folders, storage, tmp_path):
+    """Starter of servers over one storage, each of which is to be awaited."""
     started = []
 
     def start(name):
@@ -124,8 +124,8 @@ def start(models, storage, tmp_path):
             "hicache-storage-backend-extra-config": json.dumps(extra),
         }
         folder = tmp_path / f"server-{len(started)}"
-        started.append(Server(folder, models / f"llama-{name}", options, storage.env))
-        return started[-1].ready()
+        started.append(Server(folder, folders[name], options, storage.env))
+        return started[-1]
 
     yield start
     for server in started:
@@ -153,9 +153,10 @@ def other_and_back(server, folders, first):
     return other
 
 
+@llama_first
 @in_files
 def test_tier_keeps_blocks_by_their_weights_and_a_damaged_one_is_a_miss(start, storage, folders):
-    server = start("A")
+    server = start("A").ready()
     first = server.ask(LONG)
     assert wrong_tokens(folders, first) == []
     kept(storage, NUM_PAGES)
@@ -177,24 +178,31 @@ def test_tier_keeps_blocks_by_their_weights_and_a_damaged_one_is_a_miss(start, s
 @pytest.mark.nightly
 @in_each
 def test_storage_is_shared_by_equal_weights_only(start, storage, folders):
-    server = start("A")
+    server = start("A").ready()
     first = server.ask(LONG)
     assert wrong_tokens(folders, first) == []
     kept(storage, NUM_PAGES)
     other = other_and_back(server, folders, first)
     server.close()
 
-    restarted = start("A")
-    received = restarted.ask(LONG)
+    of_a, of_b = (start(name) for name in "AB")
+    received = of_a.ready().ask(LONG)
     assert received.num_cached == NUM_PAGES * PAGE
     assert received.tokens == first.tokens
-    restarted.close()
 
-    of_b = start("B")
-    found = of_b.ask(LONG)
+    found = of_b.ready().ask(LONG)
     assert wrong_tokens({"default": folders["B"]}, found) == []
     assert found.tokens == other.tokens
     assert found.num_cached == NUM_PAGES * PAGE, "what was received as B, and kept"
+
+    # Both serve; neither finds what the other has stored meanwhile.
+    for number, (storing, looking, name) in enumerate([(of_a, of_b, "B"), (of_b, of_a, "A")]):
+        prompt, before = [number, *LONG], storage.num_pages()
+        storing.ask(prompt)
+        kept(storage, before + NUM_PAGES)
+        stranger = looking.ask(prompt)
+        assert stranger.num_cached == 0
+        assert wrong_tokens({"default": folders[name]}, stranger) == []
 
 
 @pytest.mark.nightly
@@ -202,7 +210,7 @@ def test_storage_is_shared_by_equal_weights_only(start, storage, folders):
 def test_requests_that_wait_and_prefetch_at_a_commit_take_and_keep_blocks_of_the_new(
     start, storage, folders
 ):
-    server = start("A")
+    server = start("A").ready()
     stored = [[number, *LONG] for number in range(3)]
     for prompt in stored:
         server.ask(prompt)
@@ -230,9 +238,9 @@ def test_requests_that_wait_and_prefetch_at_a_commit_take_and_keep_blocks_of_the
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("storage", [HeldFiles], indirect=True)
+@pytest.mark.parametrize(("storage", "kind"), [(HeldFiles, "llama")], indirect=["storage"])
 def test_tier_that_hangs_keeps_no_commit_and_no_request(start, storage, folders):
-    server = start("A")
+    server = start("A").ready()
     first = server.ask(LONG)
     kept(storage, NUM_PAGES)
     for name in "BA":

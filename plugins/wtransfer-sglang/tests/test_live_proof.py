@@ -28,9 +28,9 @@ def start(models, tmp_path):
         server.close()
 
 
-def refusal(server, models):
-    """Return what a publisher is told."""
-    held = load_file(models / "llama-B" / "model.safetensors")
+def refusal(server, folder):
+    """Return what a publisher of a checkpoint is told."""
+    held = load_file(folder / "model.safetensors")
     hosts = [server.address]
     with (
         wtransfer.Publisher(held, hosts=hosts, token=TOKEN, deadline_s=20) as publisher,
@@ -42,7 +42,7 @@ def refusal(server, models):
 
 def test_load_that_leaves_a_tensor_out_is_refused_and_the_server_serves_on(start, models):
     server = start(left_out="3").ready()
-    text = refusal(server, models)
+    text = refusal(server, models / "llama-B")
     assert "this SGLang takes no update: " in text
     assert "other bits than those that serve" in text
     assert "this SGLang takes no update: " in server.log.read_text()
@@ -57,7 +57,7 @@ def test_model_that_was_not_loaded_from_its_files_is_refused_and_the_server_serv
 ):
     server = start({"load-format": "dummy"}).ready()
     text = "a model of load format 'dummy' does not consist of its files"
-    assert f"this SGLang takes no update: {text}" in refusal(server, models)
+    assert f"this SGLang takes no update: {text}" in refusal(server, models / "llama-B")
     assert server.ask(PROMPT).versions == [("default", 0, 8)]
 
 

@@ -6,6 +6,7 @@ import time
 from contextlib import ExitStack, closing
 
 import pytest
+import sglang_models
 import torch
 import wtransfer
 from server import START_S, TOKEN, Server
@@ -43,3 +44,15 @@ def test_tier_that_is_unknown_ends_the_start_and_those_there_are_are_named(model
     }
     with closing(Server(tmp_path, models / "llama-A", options)) as server:
         wait_for_end(server, "Unsupported spec type: fiel. Available specs: [")
+
+
+def test_tier_for_a_model_with_several_groups_of_kv_cache_ends_the_start(tmp_path):
+    sglang_models.make(tmp_path / "model", "groups", 1)
+    extra = {**TIER, "tier": "file", "shared_storage_path": str(tmp_path)}
+    options = {
+        **OPTIONS,
+        "hicache-storage-backend": "dynamic",
+        "hicache-storage-backend-extra-config": json.dumps(extra),
+    }
+    with closing(Server(tmp_path / "server", tmp_path / "model", options)) as server:
+        wait_for_end(server, "this model has KV cache of several kinds (swa), and a tier keeps")

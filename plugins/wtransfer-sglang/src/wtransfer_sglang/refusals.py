@@ -35,8 +35,11 @@ def _refusals(scheduler: Any, parallel: Any, experts: Any) -> Iterator[str]:
         )
     if config.quantization is not None:
         yield f"it serves quantised weights ({config.quantization})"
-    if scheduler.is_hybrid_swa or scheduler.is_hybrid_ssm:
-        yield "its model has several groups of KV cache"
+    # Not the scheduler's own: that is about how it allocates, and False for some with windows.
+    if scheduler.tp_worker.is_hybrid_swa:
+        yield "its model has several groups of KV cache, one of them for sliding windows"
+    if scheduler.is_hybrid_ssm:
+        yield "its model has several groups of KV cache, one of them for state spaces"
     if config.is_multimodal:
         yield "its model is multimodal, and embeddings of media are not named by weights"
     if parallel.pp_size > 1:

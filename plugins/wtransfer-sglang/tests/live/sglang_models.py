@@ -1,4 +1,4 @@
-"""Tiny random models of transformers: dense, of experts, of latent attention; their answers."""
+"""Tiny random models of transformers, by the kind of attention or layers; their answers."""
 
 import functools
 import json
@@ -13,8 +13,14 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MellumConfig,
+    MellumForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -30,7 +36,18 @@ SHAPE = {
     "max_position_embeddings": 1024,
     "tie_word_embeddings": False,
 }
-EXPERTS = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+EXPERTS = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 4}
+ROUTING = 32.0
+"""Factor of the routers' weights: an expert that one kernel chooses last, and another leaves out by
+its rounding, weighs next to nothing. So tokens do not hang on which kernel has routed them."""
+WINDOW = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+STATES = {
+    "mamba_d_ssm": 64,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+}
 LATENT = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 64,
@@ -68,13 +85,22 @@ def model(kind, seed):
         made = LlamaForCausalLM(LlamaConfig(**SHAPE))
     elif kind == "latent":
         made = DeepseekV2ForCausalLM(DeepseekV2Config(**SHAPE | LATENT))
+    elif kind == "window":
+        # SGLang has one group of KV cache for all layers of this one, and ties its head.
+        of_kind = WINDOW | {"query_pre_attn_scalar": 16, "tie_word_embeddings": True}
+        made = Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE | of_kind))
+    elif kind == "groups":
+        made = MellumForCausalLM(MellumConfig(**SHAPE, **EXPERTS, **WINDOW))
+    elif kind == "states":
+        made = FalconH1ForCausalLM(FalconH1Config(**SHAPE, **STATES))
     else:
         made = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS))
     made = made.to(torch.bfloat16)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for name, parameter in made.named_parameters():
             drawn = torch.randn(parameter.shape, generator=generator) * 0.2
+            drawn *= ROUTING if name.endswith("mlp.gate.weight") else 1.0
             parameter.copy_(drawn.to(torch.bfloat16))
     return made
 

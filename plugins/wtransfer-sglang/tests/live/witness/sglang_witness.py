@@ -7,7 +7,8 @@ It is told what to do by files in the folder that ``WITNESS`` names:
                stands still between two steps until an update waits for its commit
 ``fail_at``    a number: each load fails at that tensor, but for the one after it, the way back
 ``stall_at``   a number: each load stands still at that tensor while there is this file
-``rank``       a number: loads fail or stand still in that rank alone
+``spoil``      JSON of a `Fault`: each update by the engine ``spoilt-shm`` arrives with it
+``rank``       a number: loads fail or stand still, and updates are spoilt, in that rank alone
 ``lossy``      a number: that rank loses its weights after each commit
 ``left_out``   a number: each load but the checkpoint's leaves that tensor out
 ``no_flush``   KV cache is never flushed, as where copies to a lower level are under way
