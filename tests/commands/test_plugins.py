@@ -176,7 +176,15 @@ def test_show_tells_the_contract_that_a_backend_states_itself(cli, site, more, s
     assert card["declared"]["contract_version"] == shown
 
 
-@pytest.mark.parametrize("how", ["does not start", "is not installed", "meets a broken backend"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "does not start",
+        "is not installed",
+        # Imports torch itself, by each command.
+        pytest.param("meets a broken backend", marks=pytest.mark.slow),
+    ],
+)
 def test_show_and_check_say_that_torch_is_broken(cli, site, how):
     environ = {}
     if how == "does not start":

@@ -164,7 +164,9 @@ def test_publisher_that_stays_tells_of_a_worker_that_is_killed_and_comes_again(o
     address = f"unix:@wt-test-{secrets.token_hex(8)}"
     stay = ["push", operator.checkpoint("v1"), "--stay", "--listen", address]
     pushing, out, err = operator.start(*stay, *operator.to("w0", "w1"))
-    until(lambda: "staying until ended" in out.read_text() or pushing.poll() is not None)
+    until(
+        lambda: "staying until ended" in out.read_text() or pushing.poll() is not None, PATIENCE_S
+    )
     assert pushing.poll() is None, err.read_text()
     both = dict.fromkeys(("w0", "w1"), ("v1", "serving"))
     assert operator.status("--join", address) == (0, both)
@@ -174,14 +176,14 @@ def test_publisher_that_stays_tells_of_a_worker_that_is_killed_and_comes_again(o
         both | {"w2": (None, "fresh")},
     )
     operator.kill("w1")
-    until(lambda: operator.status("--join", address)[0] == UNREACHABLE)
+    until(lambda: operator.status("--join", address)[0] == UNREACHABLE, PATIENCE_S)
     code, out, err = operator.run("status", "--join", address)
     assert (code, f"{operator.url['w1']}  not reached" in err) == (UNREACHABLE, True)
     assert "w1: gone since" in out
     assert "with 'v1'" in out
     # It joins by itself, under its name, and is brought up to date.
     operator.start_worker("w1", "--join", address)
-    until(lambda: operator.status("--join", address) == (0, both))
+    until(lambda: operator.status("--join", address) == (0, both), PATIENCE_S)
     os.kill(pushing.pid, signal.SIGTERM)
     assert pushing.wait(10.0) == 0
     assert operator.status("--join", address) == (UNREACHABLE, {})

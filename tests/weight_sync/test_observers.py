@@ -71,7 +71,7 @@ with wtransfer.WorkerSession(model, join=address, token=token, name="w0") as ses
 @pytest.mark.parametrize(
     ("kind", "named"),
     [
-        ("hangs", "wtransfer_round_started has not returned within 4 s from __main__.Troubling"),
+        ("hangs", r"wtransfer_round_started has not returned within .* from __main__.Troubling"),
         ("is slow", r"wtransfer_round_started took [23]\.\d s in __main__.Troubling"),
         ("raises", "failed in wtransfer_weights_committed"),
     ],

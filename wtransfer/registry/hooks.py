@@ -51,7 +51,8 @@ logger = logging.getLogger(__name__)
 SLOW_S = 1.0
 """Seconds after which an observer is named in the log."""
 WITHIN_S = 5.0
-"""Seconds from an event of a worker until its observers that have not returned are left behind."""
+"""Longest wait for an observer of a worker's event, in seconds; less for an event that had to wait
+for those before it."""
 LEAST_S = 0.1
 """Least wait for an observer of a worker, in seconds, however late its call."""
 
@@ -341,6 +342,9 @@ class PluginManager(pluggy.PluginManager):
         assert caller.spec is not None
         assert set(facts) == set(caller.spec.argnames), f"{hook_name} takes {caller.spec.argnames}"
         for observer in reversed(caller.get_hookimpls()):
+            # A backend's may be shut down while the one before it takes its time.
+            if not self.is_registered(observer.plugin):
+                continue
             observe = functools.partial(observer.function, *(facts[n] for n in observer.argnames))
             begun = time.monotonic()
             skipped = False
@@ -403,7 +407,7 @@ class PluginManager(pluggy.PluginManager):
             call.start("wtransfer-observer")
         except RuntimeError as error:
             # Here it would have no bound. At the end of the interpreter there is no other place.
-            if not sys.is_finalizing():
+            if threading.main_thread().is_alive():
                 raise _SkippedError(f"is kept from {_named(plugin)}: {error}") from error
             call.run()
         if not call.done.wait(within_s):
@@ -435,9 +439,9 @@ class Notifications:
     together with the event: the next event, which may be the plan of the next round, needs that
     lock, so its notification comes later.
 
-    The queue holds no notification for long: each is made within `WITHIN_S` of its event, or with a
-    wait of `LEAST_S` for each observer. Behind an observer that is slow again and again, later ones
-    are thus not waited for, and are kept from it while it runs.
+    The queue holds no notification for long: each observer has what is left of `WITHIN_S` since the
+    event as its notification begins, and at least `LEAST_S`. Behind an observer that is slow again
+    and again, later ones are thus not waited for, and are kept from it while it runs.
     """
 
     def __init__(self, board: PluginManager) -> None:

@@ -42,6 +42,8 @@ from wtransfer.transport.address import check_same_user, parse_address
 from wtransfer.transport.handshake import resolve_token
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import httpx
 
 TIMEOUT_S = 30.0
@@ -218,8 +220,6 @@ class HttpClient:
                     probe.connect(self.url.socket)
                 except OSError as error:
                     raise self._lost(error, request, deadline) from error
-                if self.url.socket.startswith("\0"):
-                    self._check_user(probe)
         # With a transport of its own, the client uses no proxy of the environment: the token is for
         # this endpoint only. And only HTTPS needs the certificates, which take 30 ms to read.
         transport = httpx.HTTPTransport(
@@ -236,7 +236,9 @@ class HttpClient:
                 timeout=deadline.seconds,
             ) as client:
                 cut_off.start()
-                with client.stream(method, path, json=body, params=params) as response:
+                with client.stream(
+                    method, path, json=body, params=params, extensions={"trace": self._check_user}
+                ) as response:
                     raw = self._read(response, request)
         except httpx.HTTPError as error:
             raise self._lost(error, request, deadline) from error
@@ -253,11 +255,20 @@ class HttpClient:
                 worker=self.name,
             ) from error
 
-    def _check_user(self, probe: socket.socket) -> None:
-        """Keep the token from other users: any of them may listen at an abstract name."""
+    def _check_user(self, event: str, info: Mapping[str, Any]) -> None:
+        """Keep the token from other users: any of them may listen at an abstract name.
+
+        httpx calls it before it sends anything on the connection.
+        """
+        if event != "connection.connect_unix_socket.complete":
+            return
+        if not (self.url.socket or "").startswith("\0"):
+            return
+        stream = info["return_value"]
         try:
-            check_same_user(probe)
+            check_same_user(stream.get_extra_info("socket"))
         except AuthenticationError as error:
+            stream.close()
             raise AuthenticationError(
                 f"{self.name} is another user's: {error}; run this as that user",
                 worker=self.name,

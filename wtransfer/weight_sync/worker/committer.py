@@ -379,6 +379,7 @@ class Committer:
             # Inside `try`: an interrupt after `apply` would leave new weights under the old label.
             with state.changed:
                 state.applied(pending, previous, keep=self._keep_previous)
+                self.last_error = None
                 # Under one lock: the ack is sent, and the plan that it lets come is notified later.
                 self.observers.notify(
                     "wtransfer_weights_committed",
@@ -393,7 +394,6 @@ class Committer:
             return self._restore_previous(
                 pending, previous, cause=error, touched=touched, last_read=handed.last_read
             )
-        self.last_error = None
         logger.info("%s has committed %r (%s)", self.name, held.version, held.fingerprint)
         return None
 
