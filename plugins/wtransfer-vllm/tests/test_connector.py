@@ -517,7 +517,7 @@ LEFT = {
     "bind_kv_cache_manager": "for connectors that look into vLLM's block pool",
     "finish_forward": "loads of a step end before it does",
     "get_external_cache_hit_sources": "vLLM counts them as external",
-    "get_kv_connector_kv_cache_events": "events name blocks by hashes of ours, not by vLLM's",
+    "get_kv_connector_kv_cache_events": "events are the scheduler's side's to tell",
     "get_loaded_kv_cache_group_ids": "loaded are all groups of a prefix cache, as vLLM takes it",
     "get_mem_pool_context": "the cache lies in vLLM's own memory",
     "has_connector_metadata": "kept by the base class",
@@ -528,7 +528,6 @@ LEFT = {
     "set_host_xfer_buffer_ops": "no buffer of vLLM's is used",
     "supports_divergent_local_hybrid_hits": "a load begins where all groups have their blocks",
     "supports_sleep_mode": "it can: no address is registered anywhere",
-    "take_events": "events name blocks by hashes of ours, not by vLLM's",
     "unregister_kv_caches": "see restore_kv_caches",
 }
 """Of vLLM's base class, what the adapter leaves as it is, and why."""
