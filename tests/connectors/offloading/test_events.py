@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +11,14 @@ from sides import BLOCK_SIZE, request_of, step
 
 from wtransfer.config import KVCacheGroup
 from wtransfer.connectors.offloading.events import extra_keys
+from wtransfer.deadline import Deadline
 from wtransfer.kv.keys import hash_blocks
+from wtransfer.specs import tier_manager
 from wtransfer.specs.arena import ArenaLayout
+from wtransfer.specs.file import FORMAT
 from wtransfer.specs.interface import Medium
+
+PATIENCE_S = 60.0
 
 
 def room_for(num_slots, per_chunk=1):
@@ -247,19 +253,130 @@ def test_nothing_is_told_of_a_spec_that_is_asked_for_nothing(rig):
     assert set(request.block_hashes) == set(advertised(made))
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("per_chunk", [1, 2])
-def test_what_is_told_is_what_a_lookup_finds_in_any_order_of_events(rig, weights, per_chunk, seed):
-    made = rig(cpu_bytes_to_use=room_for(1, per_chunk), block_size=BLOCK_SIZE * per_chunk)
+# -- in a tier below
+
+
+def find(made, request):
+    """Return how many tokens are found, once the tier has answered."""
+    limit = Deadline(PATIENCE_S)
+    while True:
+        found, _ = made.ask(request)
+        if found is not None:
+            return found
+        assert not limit.expired, "the tier does not answer"
+        made.step()
+        time.sleep(0.001)  # for the thread that asks the tier
+
+
+@pytest.fixture
+def in_folder(tmp_path, monkeypatch):
+    """Maker of options of a tier that is waited for, however slow it is."""
+    monkeypatch.setattr(tier_manager, "LOOKUP_S", 60.0)
+    options = {"shared_storage_path": str(tmp_path), "skip_slow_loads": False}
+    return lambda room=0: {"tier": "file", "cpu_bytes_to_use": room, **options}
+
+
+def block_files(tmp_path):
+    return [each for each in (tmp_path / FORMAT / "blocks").rglob("*") if each.is_file()]
+
+
+def test_blocks_of_a_tier_are_told_once_they_are_put_or_found(rig, in_folder):
+    first, second = rig(**in_folder()), rig(engine_id="another", **in_folder())
+    request = prompt("r", 9)
+    first.keep(request, [0, 1, 2])
+    assert advertised(first, Medium.STORAGE) == request.block_hashes
+    second.step()
+    assert advertised(second, Medium.STORAGE) == []
+    assert find(second, prompt("s", 9)) == 8
+    second.step()
+    assert advertised(second, Medium.STORAGE) == request.block_hashes
+    blocks = [
+        each.listener.has[Medium.STORAGE, 0, request.block_hashes[1]] for each in (first, second)
+    ]
+    assert blocks[0] == blocks[1]
+
+
+def test_blocks_that_others_have_removed_from_a_tier_are_told_so_once_that_is_known(
+    rig, in_folder, tmp_path, weights
+):
+    made = rig(**in_folder())
+    request = prompt("r", 9)
+    made.keep(request, [0, 1, 2])
+    for each in block_files(tmp_path):
+        each.unlink()
+    assert find(made, prompt("s", 9)) == 0
+    made.step()
+    there = advertised(made, Medium.STORAGE)
+    assert request.block_hashes[0] not in there
+    # As of any other medium: a change of weights takes back what is left.
+    weights.settle("B")
+    made.meet()
+    made.step()
+    assert advertised(made, Medium.STORAGE) == []
+
+
+def test_block_of_a_tier_that_could_not_be_loaded_is_told_as_removed_until_it_is_put_anew(
+    rig, in_folder, tmp_path
+):
+    made = rig(**in_folder())
+    request = prompt("r", 9)
+    made.keep(request, [0, 1, 2])
+    again = prompt("s", 9)
+    found = find(made, again)
+    made.allocate(again, [3, 4, 5], found)
+    for each in block_files(tmp_path):
+        each.write_bytes(bytes(each.stat().st_size))
+    made.settle()
+    assert advertised(made, Medium.STORAGE) == []
+    made.keep(prompt("t", 9), [6, 7, 8])
+    assert advertised(made, Medium.STORAGE) == request.block_hashes
+
+
+def test_block_that_comes_back_to_the_arena_is_told_in_either_medium(rig, in_folder):
+    made = rig(**in_folder(room_for(1)))
+    prompts = [prompt(f"r{number}", 17, first=number) for number in range(6)]
+    for each in prompts:
+        made.keep(each, [0, 1, 2, 3, 4])
+    lost = set(prompts[0].block_hashes)
+    assert not lost & set(advertised(made)) | set(advertised(made, Medium.STORAGE))
+    again = prompt("again", 17)
+    assert find(made, again) == 16
+    made.allocate(again, [0, 1, 2, 3, 4], 16)
+    made.settle()
+    assert lost <= set(advertised(made))
+    assert lost == set(advertised(made, Medium.STORAGE))
+
+
+def test_of_a_tier_without_bounds_the_blocks_told_last_are_told(rig, in_folder, monkeypatch):
+    monkeypatch.setattr(tier_manager, "MAX_TOLD", 4)
+    made = rig(**in_folder())
+    first, second = prompt("r", 13), prompt("s", 13, first=1)
+    made.keep(first, [0, 1, 2, 3])
+    made.keep(second, [0, 1, 2, 3])
+    assert advertised(made, Medium.STORAGE) == [first.block_hashes[2], *second.block_hashes]
+
+
+# -- in any order
+
+
+@pytest.fixture(params=[(Medium.CPU, 1), (Medium.CPU, 2), (Medium.STORAGE, 1)])
+def kept(request, rig, in_folder):
+    """A medium, and both sides over it."""
+    medium, per_chunk = request.param
+    room = {"cpu_bytes_to_use": room_for(1, per_chunk), "block_size": BLOCK_SIZE * per_chunk}
+    if medium is Medium.STORAGE:
+        room = in_folder()
+    return medium, rig(**room)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_told_is_what_a_lookup_finds_in_any_order_of_events(kept, weights, seed):
+    medium, made = kept
     rng = random.Random(seed)
 
-    def ask(name, first):
-        request = prompt(name, 21, first)
-        found, _ = made.ask(request)
-        return request, found
-
     def compute(name, first):
-        request, found = ask(name, first)
+        request = prompt(name, 21, first)
+        found = find(made, request)
         made.allocate(request, [0, 1, 2, 3, 4, 5], found)
         if found and rng.random() < 0.3:
             submit_load, made.worker.submit_load = made.worker.submit_load, lambda *job: False
@@ -270,7 +387,7 @@ def test_what_is_told_is_what_a_lookup_finds_in_any_order_of_events(rig, weights
         made.settle()
         made.scheduler.request_finished(request, [])
 
-    for number in range(40):
+    for number in range(30):
         change = rng.random()
         if change < 0.2:
             weights.settle(rng.choice("ABC"))
@@ -278,13 +395,14 @@ def test_what_is_told_is_what_a_lookup_finds_in_any_order_of_events(rig, weights
         elif change < 0.25:
             made.scheduler.reset_cache()
         else:
-            compute(f"r{number}", rng.randrange(5))
+            compute(f"r{number}", rng.randrange(8))
         made.settle()
         made.step()
-        there = set(advertised(made))
+        there = set(advertised(made, medium))
         for first in range(8):
-            request, found = ask(f"ask{number}-{first}", first)
+            request = prompt(f"ask{number}-{first}", 21, first)
             told = [each in there for each in request.block_hashes] + [False]
-            assert 4 * told.index(False) == found
+            assert 4 * told.index(False) == find(made, request)
             made.scheduler.request_finished(request, [])
-    assert made.scheduler.get_stats()["evictions_total"]
+    if medium is Medium.CPU:
+        assert made.scheduler.get_stats()["evictions_total"]

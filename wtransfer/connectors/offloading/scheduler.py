@@ -190,7 +190,7 @@ class OffloadingScheduler(ConnectorScheduler):
         is_asked = self._instance.receives and not self._overdue
         if num_computed_tokens % self._block_size or last <= first or not is_asked:
             return 0, False
-        found = self._num_hits(request.request_id, offered, first, last)
+        found = self._num_hits(request, offered, first, last)
         if found is None:
             return None, False
         num_tokens = (first + found) * chunk - num_computed_tokens if found else 0
@@ -222,7 +222,8 @@ class OffloadingScheduler(ConnectorScheduler):
         end = first + num_external_tokens // self._block_size
         self._load(request, offered, first, end, blocks.get_block_ids())
 
-    def _num_hits(self, request_id: str, offered: _Offered, first: int, last: int) -> int | None:
+    def _num_hits(self, request: Any, offered: _Offered, first: int, last: int) -> int | None:
+        request_id = request.request_id
         if self._fence.versions(request_id) is None:
             self._counts["fence_misses_total"] += 1
         keys = [
@@ -238,6 +239,17 @@ class OffloadingScheduler(ConnectorScheduler):
         end, is_pending = longest_prefix(
             self._windows, self._naming.block_size, first, last, is_kept
         )
+        if events := list(self._manager.take_events()):
+            # Of blocks that were found in a tier which others fill as well.
+            named = {key for event in events for key in event.keys}
+            places = {
+                key: (group, first + n)
+                for group, of_group in enumerate(keys)
+                for n, key in enumerate(of_group)
+                if key in named
+            }
+            fingerprint = self._fence.fingerprint(request_id)
+            self._events.hear(events, self._events.describe(request, places, fingerprint))
         return None if is_pending else end - first
 
     def _begin(self, request: Any) -> _Offered:
