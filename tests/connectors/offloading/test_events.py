@@ -55,11 +55,12 @@ class Listener:
 def rig(sides):
     """Maker of both sides for a host that takes events; `listener` hears them."""
 
-    def make(num_ranks=1, **options):
-        options = {"cpu_bytes_to_use": 1 << 20, "tells": True, **options}
-        made = sides("OffloadingConnector", num_ranks, **options)
+    def make(num_ranks=1, connector="OffloadingConnector", **options):
+        if connector == "OffloadingConnector":
+            options = {"cpu_bytes_to_use": 1 << 20, **options}
+        made = sides(connector, num_ranks, **{"tells": True, **options})
         made.listener = Listener()
-        made.worker = made.workers[0].side._made
+        made.worker = getattr(made.workers[0].side, "_made", None)
         return made
 
     return make
@@ -142,6 +143,26 @@ def test_host_that_takes_no_events_is_told_none(rig):
     made.keep(prompt("r", 9), [0, 1, 2])
     assert made.told == []
     assert not made.scheduler.has_pending_push_work()
+
+
+def test_instance_that_loads_nothing_tells_nothing(rig):
+    made = rig(role="kv_producer")
+    made.keep(prompt("r", 9), [0, 1, 2])
+    assert advertised(made) == []
+    assert not made.scheduler.has_pending_push_work()
+
+
+def test_several_connectors_under_one_tell_each_its_medium(rig, in_folder):
+    names = ("OffloadingConnector", "SharedStorageConnector")
+    options = ({"cpu_bytes_to_use": 1 << 20}, {**in_folder(), "tier": "file"})
+    parts = [
+        {"kv_connector": name, "kv_connector_extra_config": each}
+        for name, each in zip(names, options, strict=True)
+    ]
+    made = rig(connector="MultiConnector", connectors=parts)
+    request = prompt("r", 9)
+    made.keep(request, [0, 1, 2])
+    assert advertised(made) == advertised(made, Medium.STORAGE) == request.block_hashes
 
 
 # -- what is there

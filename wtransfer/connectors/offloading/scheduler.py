@@ -636,7 +636,8 @@ class OffloadingScheduler(ConnectorScheduler):
     @property
     def _offered_fingerprint(self) -> str | None:
         """Weights whose blocks a look-up finds; None: the spec is not asked."""
-        return None if self._overdue else self._fence.current_fingerprint
+        is_asked = self._instance.receives and not self._overdue
+        return self._fence.current_fingerprint if is_asked else None
 
     def reset_cache(self) -> bool | None:
         """Drop all stored blocks; return False where the spec cannot."""

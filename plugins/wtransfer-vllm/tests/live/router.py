@@ -69,7 +69,7 @@ class Router:
         """Return the hashes of the whole blocks of a prompt that are advertised, in order."""
         found, parent, num_tokens = [], None, 0
         while True:
-            for (_, block_hash), (before, of_block, *_) in self.has[medium].items():
+            for (_, block_hash), (_, before, of_block, _) in self.has[medium].items():
                 end = num_tokens + len(of_block)
                 if before == parent and of_block == tokens[num_tokens:end]:
                     found.append(block_hash)
@@ -90,17 +90,18 @@ class Router:
             known.clear()
         elif kind == "BlockRemoved":
             for block_hash in hashes:
-                # vLLM says so of its own blocks more often than they were stored.
+                # What vLLM says of its own blocks is not looked into.
                 assert medium == GPU or (group, block_hash) in known, "removed and not stored"
                 known.pop((group, block_hash), None)
         else:
             parent, size = event["parent_block_hash"], event["block_size"]
+            # Of a window vLLM leaves out hashes of its own blocks, and tells the tokens of all.
+            is_whole = len(event["token_ids"]) == size * len(hashes)
             for number, block_hash in enumerate(hashes):
                 assert medium == GPU or (group, block_hash) not in known, "stored twice"
                 tokens = event["token_ids"][number * size : (number + 1) * size]
                 extra = (event.get("extra_keys") or [None] * len(hashes))[number]
-                of_group = [
-                    event.get(f"kv_cache_spec_{name}") for name in ("kind", "sliding_window")
-                ]
-                known[group, block_hash] = [parent, tokens, extra, of_group]
+                of_group = event["kv_cache_spec_kind"], event.get("kv_cache_spec_sliding_window")
+                of_prefix = (parent, tokens, extra) if is_whole else ()
+                known[group, block_hash] = [of_group, *of_prefix]
                 parent = block_hash
