@@ -353,7 +353,18 @@ def test_block_of_a_tier_that_could_not_be_loaded_is_told_as_removed_until_it_is
     assert advertised(made, Medium.STORAGE) == request.block_hashes
 
 
-def test_block_that_comes_back_to_the_arena_is_told_in_either_medium(rig, in_folder):
+def test_block_that_could_not_be_put_is_not_told(rig, in_folder):
+    made = rig(**in_folder())
+    made.worker.submit_store = lambda *job: False
+    made.keep(prompt("r", 9), [0, 1, 2])
+    assert advertised(made, Medium.STORAGE) == []
+
+
+@pytest.mark.parametrize("num_told", [1 << 16, 0])
+def test_block_that_comes_back_to_the_arena_is_told_in_either_medium(
+    rig, in_folder, monkeypatch, num_told
+):
+    monkeypatch.setattr(tier_manager, "MAX_TOLD", num_told)
     made = rig(**in_folder(room_for(1)))
     prompts = [prompt(f"r{number}", 17, first=number) for number in range(6)]
     for each in prompts:
@@ -365,7 +376,7 @@ def test_block_that_comes_back_to_the_arena_is_told_in_either_medium(rig, in_fol
     made.allocate(again, [0, 1, 2, 3, 4], 16)
     made.settle()
     assert lost <= set(advertised(made))
-    assert lost == set(advertised(made, Medium.STORAGE))
+    assert set(advertised(made, Medium.STORAGE)) == (lost if num_told else set())
 
 
 def test_of_a_tier_without_bounds_the_blocks_told_last_are_told(rig, in_folder, monkeypatch):
