@@ -95,6 +95,14 @@ class KVTransferConfig:
 
 
 @dataclass(frozen=True)
+class KVEventsConfig:
+    """Choice of a host to publish which KV blocks it has."""
+
+    enable_kv_cache_events: bool = False
+    """True if the host takes a connector's events in every step."""
+
+
+@dataclass(frozen=True)
 class KVCacheGroup:
     """Layers that share one block table of a request."""
 
@@ -153,6 +161,8 @@ class ServingConfig:
     """Shape of the KV cache, where it is known before the workers have one."""
     model_config: ModelConfig = field(default_factory=ModelConfig)
     """The served model."""
+    kv_events_config: KVEventsConfig | None = None
+    """Events of the KV cache; None: none."""
 
 
 # -- config of an offloading spec -----------------------------------------------------------------

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 from wtransfer import KVConnectorFactory, KVTransferConfig, ServingConfig
-from wtransfer.config import KVCacheConfig, ModelConfig, ParallelConfig
+from wtransfer.config import KVCacheConfig, KVEventsConfig, ModelConfig, ParallelConfig
 from wtransfer.connectors.interface import KVConnectorOutput, KVConnectorRole
 from wtransfer.testing.mini_engine.contract import (
     CachedRequestData,
@@ -64,6 +64,7 @@ class Sides:
         module_path: Module of a connector that is not registered.
         meets: Whether the scheduler's side gets the handshakes before the first step.
         groups: KV cache groups; by default one.
+        tells: Whether the host takes events; `told` has them, step by step.
         **options: Options of the connector.
     """
 
@@ -79,8 +80,10 @@ class Sides:
         module_path=None,
         meets=True,
         groups=(),
+        tells=False,
         **options,
     ):
+        self.told = []
         self.caches = [
             {name: torch.zeros((num_blocks, BLOCK_SIZE, width)) for name, width in LAYERS.items()}
             for _ in range(num_ranks)
@@ -90,6 +93,7 @@ class Sides:
             kv_transfer_config=KVTransferConfig(connector, engine_id, role, module_path, options),
             cache_config=KVCacheConfig(num_blocks, BLOCK_SIZE, nbytes, groups),
             model_config=ModelConfig(model, "float32"),
+            kv_events_config=KVEventsConfig(tells),
         )
         parallel = [
             ParallelConfig(rank=rank, world_size=num_ranks, tensor_parallel_size=num_ranks)
@@ -211,6 +215,7 @@ class Sides:
         metadata = self.tell(output)
         said = self.work(metadata, counts=counts)
         self.hear(said)
+        self.told += self.scheduler.take_events()
         return metadata, said
 
     def settle(self):

@@ -497,6 +497,14 @@ def test_a_step_shows_encoded_ids_wherever_it_has_some(make):
     assert dataclasses.asdict(output) == before, "the host's own is as it was"
 
 
+def test_events_of_encoded_hashes_are_taken_and_told_to_no_host(make, monkeypatch):
+    cls = type(make(connector="SeedTokensConnector").scheduler)
+    events = ["of a hash that no host knows"]
+    monkeypatch.setattr(cls, "take_events", lambda _: [events.pop()])
+    assert list(make(connector="SeedTokensConnector").scheduler.take_events()) == []
+    assert events == []
+
+
 def test_a_connector_may_call_methods_of_its_own(make, weights, left, monkeypatch):
     """What it learns then is its own: the errors of the fence are for the host."""
     cls = type(make(connector="SeedTokensConnector").workers[0])

@@ -10,7 +10,8 @@ digest of the weights' fingerprint, of the model's name, dtype and number of ran
 that the request's KV depends on (`wtransfer.connectors.naming.request_root`: salt, multimodal
 features). Other weights or another salt are therefore a miss, in any process; equal ones are a hit,
 also after a restart. Encoded ids have 31 bits; lengths and counts are those of the request. Events
-that the connector builds from them carry encoded ids as well.
+that the connector builds from them carry encoded ids as well, and are taken and dropped: they name
+no block that a host knows.
 
 **The scheduler's side.** The connector knows a request under one key, or not at all.
 
@@ -60,7 +61,7 @@ from wtransfer.connectors.serving_config import Instance
 from wtransfer.kv.fence import SchedulerFence, WorkerFence
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from typing_extensions import Self
 
@@ -438,6 +439,11 @@ class FencedScheduler(_FencedSide):
         if is_stale:
             return stays, None
         return stays, {**params, REMOTE_WEIGHTS: fingerprint} if params else params
+
+    def take_events(self) -> Iterable[Any]:
+        """Drop the events: no host knows the ids and hashes in them."""
+        self._call("take_events")
+        return ()
 
     # -- a step
 

@@ -93,9 +93,11 @@ from wtransfer.config import backend_options
 from wtransfer.errors import ConnectorOptionError, ConnectorRoleError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
+
+    from wtransfer.specs.interface import Medium
 
 TMetadata = TypeVar("TMetadata", bound="KVConnectorWorkerMetadata")
 
@@ -143,6 +145,37 @@ class KVConnectorOutput:
     def is_empty(self) -> bool:
         """Return whether nothing was reported."""
         return not any(vars(self).values())
+
+
+@dataclass(frozen=True)
+class KVBlocks:
+    """Consecutive blocks of one prefix, as the host's own events name them."""
+
+    group: int
+    """Number of the KV cache group."""
+    block_hashes: Sequence[bytes]
+    """The host's hash of each block."""
+    parent_block_hash: bytes | None
+    """Its hash of the block before; None: the prefix begins here."""
+    token_ids: Sequence[int]
+    """Tokens of all of them."""
+    block_size: int
+    """Tokens per block."""
+    extra_keys: Sequence[tuple[Any, ...] | None]
+    """What each hash is over besides tokens: an identifier and offset for each medium within the
+    block, and in the first block the salt."""
+
+
+@dataclass(frozen=True)
+class KVEvent:
+    """Blocks of the present weights that were added to a medium, or removed from it."""
+
+    blocks: KVBlocks
+    """The blocks."""
+    medium: Medium
+    """The medium."""
+    removed: bool
+    """True if they were removed, or a look-up would not find them any more."""
 
 
 class ConnectorSide(ABC):
@@ -244,7 +277,11 @@ class ConnectorScheduler(ConnectorSide):
         return None
 
     def take_events(self) -> Iterable[Any]:
-        """Return the events of blocks stored or removed since the last call."""
+        """Return each `KVEvent` since the last call, in order; called in every step.
+
+        Blocks of other weights have the same hashes: with the first step after a change none of
+        them may be told any more. A block that may be gone is told as removed once that is known.
+        """
         return ()
 
     def reset_cache(self) -> bool | None:

@@ -141,6 +141,11 @@ class SchedulerFence:
         # By identity: equal versions with unknown ones in between are another object.
         return began if began is self.current else None
 
+    @property
+    def current_fingerprint(self) -> str | None:
+        """Identity of `current`: the weights under which blocks are named now."""
+        return None if self.current is None else self._fingerprint
+
     def fingerprint(self, request_id: str) -> str | None:
         """Return the identity of `versions`: the weights under which its blocks are named."""
         return None if self.versions(request_id) is None else self._fingerprint

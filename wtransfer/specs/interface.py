@@ -316,7 +316,11 @@ class OffloadingManager(ABC):
         return False
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return the events since the last call: of one `prepare_store`, removals first."""
+        """Return the events since the last call: of one `prepare_store`, removals first.
+
+        A stored block is told with the first call after its `complete_store`, `complete_load` or
+        `lookup`: by then the connector knows how the host names it, and later not.
+        """
         return ()
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:

@@ -7,6 +7,9 @@ counts:
     *miss* where it takes longer than `LOOKUP_S`. A hit of the tier needs the part of every rank.
 2.  A key whose load has failed is a miss until it is stored anew, or for `FAILED_S`.
 3.  Loads that take longer than computing their blocks are skipped (`wtransfer.specs.payoff`).
+4.  Events tell a block as in the tier once it was put there or found, and as removed once a look-up
+    or a load finds it gone: others may remove it at any time. So nothing is told of a block that
+    nothing was heard of since the start.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from wtransfer.errors import BlockNotKeptError, EvictionPolicyError
 from wtransfer.specs.arena_manager import CPUOffloadingManager
 from wtransfer.specs.interface import (
     LookupResult,
+    Medium,
+    OffloadingEvent,
     OffloadingManager,
     PrepareStoreOutput,
     RequestOffloadingContext,
@@ -37,7 +42,7 @@ if TYPE_CHECKING:
     from wtransfer.config import OffloadingConfig
     from wtransfer.kv.keys import OffloadKey
     from wtransfer.specs.arena import ArenaLoadStoreSpec
-    from wtransfer.specs.interface import OffloadingEvent, ReqContext, ScheduleEndContext, Tier
+    from wtransfer.specs.interface import ReqContext, ScheduleEndContext, Tier
     from wtransfer.specs.tier import TierOptions
 
 logger = logging.getLogger(__name__)
@@ -51,6 +56,8 @@ FAILED_S = 30.0
 """Time for which a key whose load has failed is a miss, unless it is stored anew, in seconds."""
 MAX_OFFERED = 1 << 16
 """Most keys whose offers are counted; the oldest are forgotten."""
+MAX_TOLD = 1 << 16
+"""Most blocks of a tier that events tell at a time; the oldest are told as removed."""
 
 
 def _of(req_context: ReqContext, cls: type[T]) -> T:
@@ -107,6 +114,8 @@ class TierLookups:
         self._busy_since: float | None = None
         self._failed: dict[OffloadKey, float] = {}
         self._counts = Counts()
+        self._told: dict[OffloadKey, None] = {}
+        self._events: list[OffloadingEvent] | None = [] if config.enable_kv_cache_events else None
         self._pid, self._closed = os.getpid(), False
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -127,7 +136,9 @@ class TierLookups:
             return LookupResult.RETRY
         known.read = known.read or now
         if not known.hit or self._failed.get(key, 0.0) > now:
+            self._tell([key], removed=True)
             return LookupResult.MISS
+        self._tell([key], removed=False)
         if self._skip_slow_loads and self.payoff.skip():
             self._counts.add("loads_skipped")
             return LookupResult.MISS
@@ -152,11 +163,36 @@ class TierLookups:
             if success:
                 self._failed.pop(key, None)
 
+    def put(self, keys: Iterable[OffloadKey]) -> None:
+        """Note that the tier has these blocks from now on."""
+        self._tell(keys, removed=False)
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """Return the events since the last call; nothing unless the host takes events."""
+        events, self._events = self._events, None if self._events is None else []
+        return events or []
+
+    def _tell(self, keys: Iterable[OffloadKey], *, removed: bool) -> None:
+        if self._events is None:
+            return
+        told = self._told
+        changed = [key for key in keys if (key in told) == removed]
+        for key in changed:
+            if removed:
+                del told[key]
+            else:
+                told[key] = None
+        if changed:
+            self._events.append(OffloadingEvent(changed, Medium.STORAGE, removed))
+        while len(told) > MAX_TOLD:
+            self._tell([next(iter(told))], removed=True)
+
     def suspect(self, keys: Collection[OffloadKey]) -> None:
         """Let keys be misses for a while: another load may fail like this one."""
         now = time.monotonic()
         self._failed = {key: until for key, until in self._failed.items() if until > now}
         self._failed.update(dict.fromkeys(keys, now + FAILED_S))
+        self._tell(keys, removed=True)
 
     def get_stats(self) -> Mapping[str, float]:
         """Return how many keys were looked up and found, and how many look-ups failed."""
@@ -372,8 +408,11 @@ class TierManager(OffloadingManager):
         """Make stored blocks hits, or forget them; the tier is asked again about them."""
         in_arena = [key for key in keys if key not in self._storing]
         self._arena.complete_store(in_arena, req_context, success)
-        self._storing.difference_update(keys)
         self._tier.stored(keys, req_context, success=success)
+        if success:
+            # Blocks of the arena are put later, and no word of it comes here.
+            self._tier.put([key for key in keys if key in self._storing])
+        self._storing.difference_update(keys)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Order the request's blocks: its tail is evicted before its head."""
@@ -385,8 +424,8 @@ class TierManager(OffloadingManager):
         self._arena.weights_changed()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return the events in the arena since the last call."""
-        return self._arena.take_events()
+        """Return the events in the arena and in the tier since the last call."""
+        return [*self._arena.take_events(), *self._tier.take_events()]
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Record the model's time per token."""

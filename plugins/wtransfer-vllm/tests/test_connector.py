@@ -12,16 +12,23 @@ from wtransfer_vllm.names import is_ours, remember
 pytest.importorskip("vllm", reason="vLLM is not installed: tests/make_env.py ENV")
 
 from wtransfer.config import KVCacheGroup
-from wtransfer.connectors.interface import KVConnectorBase_V1, KVConnectorMetadata
+from wtransfer.connectors.interface import KVConnectorBase_V1, KVConnectorMetadata, KVEvent
+from wtransfer.connectors.offloading.events import BlockEvents
 from wtransfer.errors import ConnectorOptionError
 from wtransfer.registry.resolve import registry
+from wtransfer.specs.interface import Medium
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # those of what vLLM imports
     from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_events import BlockRemoved
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         FullAttentionSpec,
@@ -32,6 +39,7 @@ with warnings.catch_warnings():
         UniformTypeKVCacheSpecs,
     )
     from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
 
 
 class bag(types.SimpleNamespace):  # noqa: N801  # as a function
@@ -91,6 +99,9 @@ class Scripted(KVConnectorBase_V1):
 
     def get_stats(self):
         return self.answers.get("stats", {})
+
+    def take_events(self):
+        return self.answers.pop("events", ())
 
 
 PAGE = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
@@ -503,6 +514,66 @@ def test_counters_add_up_over_ranks_and_intervals_and_gauges_do_not(adapter, mon
     assert not together.is_empty()
 
 
+def hashed_request(num_tokens, **more):
+    """Return a request of vLLM's own, with its block hashes."""
+    init_none_hash(sha256)
+    return Request(
+        "r",
+        list(range(num_tokens)),
+        SamplingParams(max_tokens=1),
+        None,
+        block_hasher=get_request_block_hasher(16, sha256),
+        **more,
+    )
+
+
+@pytest.mark.parametrize("hashes_are_numbers", [False, True])
+def test_events_say_of_blocks_what_vllm_says_of_its_own(adapter, monkeypatch, hashes_are_numbers):
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", str(int(hashes_are_numbers)))
+    side, _ = adapter("SCHEDULER")
+    pool = BlockPool(8, enable_caching=True, hash_block_size=16, enable_kv_cache_events=True)
+    features = [
+        MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset=offset, length=length))
+        for name, offset, length in (("one", 3, 4), ("two", 10, 30), ("three", 70, 4))
+    ]
+    request = hashed_request(96, cache_salt="a tenant", mm_features=features)
+    blocks = pool.get_new_blocks(6)
+    for first, end in ((0, 2), (2, 6)):
+        pool.cache_full_blocks(request, blocks, first, end, 16, 0)
+    theirs = pool.take_events()
+    ours = []
+    for per_chunk, chunk in ((2, 0), (2, 1), (2, 2)):
+        made = BlockEvents(16, per_chunk, enabled=True)
+        (kept,) = made.describe(request, {b"key": (0, chunk)}, "weights").values()
+        ours.append(KVEvent(kept.blocks, Medium.CPU, removed=False))
+    Scripted.answers["events"] = ours
+    stored = side.take_events()
+    assert side.take_events() == []
+    for event in theirs:
+        event.medium, event.kv_cache_spec_kind = "CPU", "full_attention"
+    first, rest = theirs
+    assert stored[0] == first
+    # The other four blocks are two chunks of ours.
+    assert [each.parent_block_hash for each in stored[1:]] == [
+        rest.parent_block_hash,
+        rest.block_hashes[1],
+    ]
+    for name in ("block_hashes", "token_ids", "extra_keys"):
+        told = [value for each in stored[1:] for value in getattr(each, name)]
+        assert told == getattr(rest, name)
+    # Removed are all at once; an event of another class is no event of vLLM's blocks.
+    removed = [KVEvent(each.blocks, each.medium, removed=True) for each in ours]
+    Scripted.answers["events"] = [removed[0], object(), *removed[1:]]
+    hashes = [*first.block_hashes, *rest.block_hashes]
+    assert side.take_events() == [BlockRemoved(block_hashes=hashes, medium="CPU", group_idx=0)]
+
+
+def test_events_are_enabled_in_a_connector_where_they_are_in_vllm(adapter):
+    adapter.config.kv_events_config = bag(enable_kv_cache_events=True)
+    _, inner = adapter("SCHEDULER")
+    assert inner.config.kv_events_config.enable_kv_cache_events
+
+
 def test_class_level_answers_of_the_adapter(adapter):
     side, _ = adapter("SCHEDULER")
     cls = type(side)
@@ -517,7 +588,7 @@ LEFT = {
     "bind_kv_cache_manager": "for connectors that look into vLLM's block pool",
     "finish_forward": "loads of a step end before it does",
     "get_external_cache_hit_sources": "vLLM counts them as external",
-    "get_kv_connector_kv_cache_events": "events name blocks by hashes of ours, not by vLLM's",
+    "get_kv_connector_kv_cache_events": "events are the scheduler's side's to tell",
     "get_loaded_kv_cache_group_ids": "loaded are all groups of a prefix cache, as vLLM takes it",
     "get_mem_pool_context": "the cache lies in vLLM's own memory",
     "has_connector_metadata": "kept by the base class",
@@ -528,7 +599,6 @@ LEFT = {
     "set_host_xfer_buffer_ops": "no buffer of vLLM's is used",
     "supports_divergent_local_hybrid_hits": "a load begins where all groups have their blocks",
     "supports_sleep_mode": "it can: no address is registered anywhere",
-    "take_events": "events name blocks by hashes of ours, not by vLLM's",
     "unregister_kv_caches": "see restore_kv_caches",
 }
 """Of vLLM's base class, what the adapter leaves as it is, and why."""

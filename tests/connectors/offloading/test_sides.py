@@ -219,14 +219,6 @@ def test_the_spec_is_told_what_the_user_said_and_what_the_step_was(bench):
     assert said == [(("r",), ("p", "q")), ((), ())]
 
 
-def test_events_are_passed_on(bench):
-    rig = bench(**SHAPES["seed"])
-    rig.keep(request_of("r", 9), [0, 1, 2])
-    (event,) = rig.scheduler.take_events()
-    assert (len(event.keys), event.removed) == (2, False)
-    assert list(rig.scheduler.take_events()) == []
-
-
 # -- steps that do not count, and jobs that fail
 
 

@@ -14,6 +14,7 @@ from wtransfer.config import blocks_per_chunk, cache_groups
 from wtransfer.connectors.fenced import reported_versions
 from wtransfer.connectors.interface import ConnectorScheduler
 from wtransfer.connectors.naming import BlockNaming
+from wtransfer.connectors.offloading.events import BlockEvents
 from wtransfer.connectors.offloading.metadata import (
     Job,
     OffloadingHandshake,
@@ -40,7 +41,11 @@ from wtransfer.specs.seed_adapter import adapt_spec
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from wtransfer.connectors.interface import KVConnectorHandshakeMetadata, KVConnectorOutput
+    from wtransfer.connectors.interface import (
+        KVConnectorHandshakeMetadata,
+        KVConnectorOutput,
+        KVEvent,
+    )
     from wtransfer.connectors.naming import RequestNames
     from wtransfer.connectors.offloading.metadata import Outcome
     from wtransfer.connectors.tracked_requests import Tracked
@@ -88,6 +93,7 @@ class _InFlight:
     loaded: Sequence[int] | None
     waiting_for: set[int]
     deadline: Deadline
+    described: Mapping[OffloadKey, Any]
     success: bool = True
     last_step: int | None = None
     held: Sequence[Any] = ()
@@ -130,6 +136,12 @@ class OffloadingScheduler(ConnectorScheduler):
                 f"are kept by single blocks; leave the option out, or set it to {self._block_size}"
             )
         self._naming = self._name_blocks({})
+        events = getattr(config, "kv_events_config", None)
+        self._events = BlockEvents(
+            self._block_size,
+            self._blocks_per_chunk,
+            enabled=bool(getattr(events, "enable_kv_cache_events", False)),
+        )
         self._requests: dict[str, _Offered] = {}
         self._progress = TrackedRequests()
         self._job_ids = itertools.count()
@@ -178,7 +190,7 @@ class OffloadingScheduler(ConnectorScheduler):
         is_asked = self._instance.receives and not self._overdue
         if num_computed_tokens % self._block_size or last <= first or not is_asked:
             return 0, False
-        found = self._num_hits(request.request_id, offered, first, last)
+        found = self._num_hits(request, offered, first, last)
         if found is None:
             return None, False
         num_tokens = (first + found) * chunk - num_computed_tokens if found else 0
@@ -208,9 +220,10 @@ class OffloadingScheduler(ConnectorScheduler):
         offered.num_loaded = num_external_tokens
         first = offered.num_there // self._block_size
         end = first + num_external_tokens // self._block_size
-        self._load(request.request_id, offered, first, end, blocks.get_block_ids())
+        self._load(request, offered, first, end, blocks.get_block_ids())
 
-    def _num_hits(self, request_id: str, offered: _Offered, first: int, last: int) -> int | None:
+    def _num_hits(self, request: Any, offered: _Offered, first: int, last: int) -> int | None:
+        request_id = request.request_id
         if self._fence.versions(request_id) is None:
             self._counts["fence_misses_total"] += 1
         keys = [
@@ -226,6 +239,17 @@ class OffloadingScheduler(ConnectorScheduler):
         end, is_pending = longest_prefix(
             self._windows, self._naming.block_size, first, last, is_kept
         )
+        if events := list(self._manager.take_events()):
+            # Of blocks that were found in a tier which others fill as well.
+            named = {key for event in events for key in event.keys}
+            places = {
+                key: (group, first + n)
+                for group, of_group in enumerate(keys)
+                for n, key in enumerate(of_group)
+                if key in named
+            }
+            fingerprint = self._fence.fingerprint(request_id)
+            self._events.hear(events, self._events.describe(request, places, fingerprint))
         return None if is_pending else end - first
 
     def _begin(self, request: Any) -> _Offered:
@@ -270,22 +294,23 @@ class OffloadingScheduler(ConnectorScheduler):
 
     def _load(
         self,
-        request_id: str,
+        request: Any,
         offered: _Offered,
         first: int,
         end: int,
         groups: Sequence[Sequence[int]],
     ) -> None:
-        per_chunk, size = self._blocks_per_chunk, self._block_size
+        request_id, per_chunk, size = request.request_id, self._blocks_per_chunk, self._block_size
         check_groups(groups, len(self._windows))
-        keys: list[OffloadKey] = []
+        places: dict[OffloadKey, tuple[int, int]] = {}
         block_ids: list[int] = []
         begins = [max(first, first_needed(each, end * size, size)) for each in self._windows]
         for number, begin in enumerate(begins):
             chunks = begin // per_chunk, -(-end // per_chunk)
-            keys += self._keys(request_id, offered, number, *chunks)
+            keys = self._keys(request_id, offered, number, *chunks)
+            places |= {key: (number, chunks[0] + n) for n, key in enumerate(keys)}
             block_ids += groups[number][begin:end]
-        versions = self._fence.versions(request_id)
+        keys, versions = list(places), self._fence.versions(request_id)
         try:
             if versions is None:
                 raise BlockNotKeptError("the weights have changed since the look-up")
@@ -293,9 +318,9 @@ class OffloadingScheduler(ConnectorScheduler):
         except BlockNotKeptError:
             self._next.gone[request_id] = block_ids
             return
-        job_id = self._enter(request_id, offered.context, keys, versions, loaded=block_ids)
-        places = GPULoadStoreSpec(block_ids, [end - begin for begin in begins], begins)
-        self._next.loads.append(Job(job_id, request_id, places, source, versions))
+        job_id = self._enter(request, offered.context, places, versions, loaded=block_ids)
+        blocks = GPULoadStoreSpec(block_ids, [end - begin for begin in begins], begins)
+        self._next.loads.append(Job(job_id, request_id, blocks, source, versions))
 
     def _offer(self, tracked: Tracked) -> None:
         """Offer the chunks that a request has filled to the tier."""
@@ -349,24 +374,21 @@ class OffloadingScheduler(ConnectorScheduler):
         the store has ended perhaps: they are held until then. Of a chunk of several blocks the
         first ones may be others' already; it is left out.
         """
-        places = [
-            self._own_places(tracked, group, first, first + len(each))
+        places = {
+            each[place - first]: (group, place)
             for group, each in enumerate(keys)
-        ]
-        offer = [
-            each[place - first] for each, own in zip(keys, places, strict=True) for place in own
-        ]
-        output = self._manager.prepare_store(offer, offered.context) if offer else None
+            for place in self._own_places(tracked, group, first, first + len(each))
+        }
+        output = self._manager.prepare_store(list(places), offered.context) if places else None
         if output is None or not output.keys_to_store:
             return
-        stored = output.keys_to_store
-        wanted = set(stored)
+        stored = {key: places[key] for key in output.keys_to_store}
         blocks: list[int] = []
         held: list[Any] = []
         sizes, begins = [], []
         # In the order in which they were given: by group, and in a group from the first one on.
-        for group, (each, own) in enumerate(zip(keys, places, strict=True)):
-            kept = [place for place in own if each[place - first] in wanted]
+        for group in range(len(keys)):
+            kept = [place for number, place in stored.values() if number == group]
             of_group = self._blocks_at(tracked, group, kept)
             blocks += of_group
             sizes.append(len(of_group))
@@ -376,7 +398,7 @@ class OffloadingScheduler(ConnectorScheduler):
         if held:
             self._pool.touch(held)
         request_id = tracked.request.request_id
-        job_id = self._enter(request_id, offered.context, stored, versions, held=held)
+        job_id = self._enter(tracked.request, offered.context, stored, versions, held=held)
         offered.storing.add(job_id)
         source = GPULoadStoreSpec(blocks, sizes, begins)
         self._next.stores.append(Job(job_id, request_id, source, output.store_spec, versions))
@@ -399,19 +421,25 @@ class OffloadingScheduler(ConnectorScheduler):
 
     def _enter(
         self,
-        request_id: str,
+        request: Any,
         context: ReqContext,
-        keys: list[OffloadKey],
+        places: Mapping[OffloadKey, tuple[int, int]],
         versions: WeightVersions,
         *,
         loaded: Sequence[int] | None = None,
         held: Sequence[Any] = (),
     ) -> int:
-        """Record a job; `loaded` are the blocks that a load writes, None: a store."""
-        job_id = next(self._job_ids)
+        """Record a job of chunks, with group and number of each.
+
+        `loaded` are the blocks that a load writes, None: a store.
+        """
+        job_id, request_id = next(self._job_ids), request.request_id
         ranks, deadline = set(range(self._num_ranks)), Deadline(self._job_s)
+        # Now: by the end of the job the request may have ended.
+        described = self._events.describe(request, places, self._fence.fingerprint(request_id))
         self._in_flight[job_id] = _InFlight(
-            request_id, context, keys, versions, loaded, ranks, deadline, held=held
+            *(request_id, context, list(places), versions, loaded, ranks, deadline, described),
+            held=held,
         )
         return job_id
 
@@ -562,7 +590,11 @@ class OffloadingScheduler(ConnectorScheduler):
         if job.loaded is None:
             self._counts["store_jobs_failed_total"] += not job.success
             self._manager.complete_store(job.keys, job.context, job.success)
-            return
+        else:
+            self._complete_load(job)
+        self._events.hear(self._manager.take_events(), job.described)
+
+    def _complete_load(self, job: _InFlight) -> None:
         self._counts["load_jobs_failed_total"] += not job.success
         if not job.success:
             suspect = job.versions is self._fence.current
@@ -570,6 +602,7 @@ class OffloadingScheduler(ConnectorScheduler):
             load_failed = getattr(self._manager, "load_failed", None)
             is_known = load_failed is not None and load_failed(job.keys, job.context, suspect)
             if suspect and not is_known:
+                self._events.lose(job.keys)
                 self._counts["fence_blocks_invalidated_total"] += self._invalidated.add(job.keys)
         self._manager.complete_load(job.keys, job.context)
 
@@ -578,18 +611,33 @@ class OffloadingScheduler(ConnectorScheduler):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Take the host's block pool, to hold blocks that overdue loads may still write."""
         self._pool = gpu_block_pool
+        self._events.hash_block_size = getattr(gpu_block_pool, "hash_block_size", self._block_size)
 
     def has_pending_push_work(self) -> bool:
-        """Return whether a request may wait for a job, or the spec wants more steps."""
-        return bool(self._in_flight) or self._manager.has_pending_work()
+        """Return whether a request may wait for a job, the spec wants more steps, or events wait.
+
+        So a host without a request takes the step by which others learn of new weights.
+        """
+        return (
+            bool(self._in_flight)
+            or self._manager.has_pending_work()
+            or self._events.is_due(self._offered_fingerprint)
+        )
 
     def has_pending_block_frees(self) -> bool:
         """Return whether stores hold blocks; those of overdue jobs may never be free."""
         return any(job.held for job in self._in_flight.values())
 
-    def take_events(self) -> Iterable[Any]:
-        """Return the events of keys stored or removed; a key contains its weights."""
-        return self._manager.take_events()
+    def take_events(self) -> Iterable[KVEvent]:
+        """Return the events of blocks of the present weights, if the host has enabled events."""
+        self._events.hear(self._manager.take_events())
+        return self._events.take(self._offered_fingerprint)
+
+    @property
+    def _offered_fingerprint(self) -> str | None:
+        """Weights whose blocks a look-up finds; None: the spec is not asked."""
+        is_asked = self._instance.receives and not self._overdue
+        return self._fence.current_fingerprint if is_asked else None
 
     def reset_cache(self) -> bool | None:
         """Drop all stored blocks; return False where the spec cannot."""

@@ -19,19 +19,24 @@ the two contracts are decided here and nowhere else:
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.v1 import kv_cache_interface
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from wtransfer import KVCacheConfig, KVConnectorFactory
 from wtransfer.config import KVCacheGroup
 from wtransfer.connectors.interface import KVConnectorRole as Role
+from wtransfer.connectors.interface import KVEvent
 from wtransfer.errors import ConnectorOptionError
 from wtransfer.registry.resolve import registry
 
@@ -118,6 +123,7 @@ class WTransferConnector(KVConnectorBase_V1):
         self._tp_size = vllm_config.parallel_config.tensor_parallel_size
         self._stats = KVStatsInterval("worker" if is_worker else "scheduler", self._inner.get_stats)
         # Scheduler's side.
+        self._kinds = [_kind_in_events(each) for each in kv_cache_config.kv_cache_groups]
         self._outlasts: dict[str, bool] = {}
         self._loading: set[str] = set()
         self._next = StepMetadata()
@@ -267,6 +273,41 @@ class WTransferConnector(KVConnectorBase_V1):
 
     def get_finished_count(self) -> int | None:
         return self._inner.get_finished_count()
+
+    def take_events(self) -> list[Any]:
+        """Return the events of a tier's blocks, which vLLM publishes with those of its own cache.
+
+        Events of another class name blocks by other hashes than vLLM's, and are dropped.
+        """
+        told = (each for each in self._inner.take_events() if isinstance(each, KVEvent))
+        events: list[Any] = []
+        for (removed, medium, group), alike in itertools.groupby(
+            told, lambda event: (event.removed, event.medium.value, event.blocks.group)
+        ):
+            if removed:
+                hashes = [each for event in alike for each in event.blocks.block_hashes]
+                fields = {"block_hashes": list(map(maybe_convert_block_hash, hashes))}
+                events.append(_event(BlockRemoved, **fields, medium=medium, group_idx=group))
+            else:
+                events += [self._stored(event, medium) for event in alike]
+        return events
+
+    def _stored(self, event: KVEvent, medium: str) -> Any:
+        blocks, parent = event.blocks, event.blocks.parent_block_hash
+        return _event(
+            BlockStored,
+            block_hashes=list(map(maybe_convert_block_hash, blocks.block_hashes)),
+            parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
+            token_ids=list(blocks.token_ids),
+            block_size=blocks.block_size,
+            medium=medium,
+            # Blocks of requests with an adapter are never kept.
+            lora_id=None,
+            lora_name=None,
+            extra_keys=list(blocks.extra_keys),
+            group_idx=blocks.group,
+            **self._kinds[blocks.group],
+        )
 
     def reset_cache(self) -> bool | None:
         """Forget nothing, and return None for that: vLLM asks at each pause and before it sleeps.
@@ -430,9 +471,25 @@ def with_our_names(vllm_config: Any, connector_name: str) -> Any:
     transfer.kv_connector = connector_name
     transfer.kv_connector_module_path = None
     transfer.kv_connector_extra_config = _our_options(transfer.kv_connector_extra_config)
-    # Events are not taken: vLLM's name blocks by other hashes.
-    config.kv_events_config = None
     return config
+
+
+def _event(cls: type[Any], **fields: Any) -> Any:
+    """Return an event of vLLM; older releases have some of the fields."""
+    return cls(**{name: fields[name] for name in cls.__struct_fields__ if name in fields})
+
+
+def _kind_in_events(group: Any) -> dict[str, Any]:
+    """Return what vLLM's events say of the kind of a KV cache group; older releases say nothing."""
+    kind_of = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)
+    if kind_of is None:
+        return {}
+    return {
+        "kv_cache_spec_kind": kind_of(group.kv_cache_spec).value,
+        "kv_cache_spec_sliding_window": kv_cache_interface.get_kv_cache_spec_sliding_window(
+            group.kv_cache_spec
+        ),
+    }
 
 
 def _our_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -91,6 +91,10 @@ class Host:
         done = self.llm.generate(prompts, settings, use_tqdm=False)
         return [_answer(each) for each in done]
 
+    def tokens_of(self, prompt):
+        """Return the tokens of a prompt."""
+        return self.llm.get_tokenizer().encode(prompt)
+
     def counters(self):
         """Return every counter and gauge of vLLM's metrics, by name; of several labels the sum."""
         numbers = collections.Counter()
