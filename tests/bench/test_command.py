@@ -1,16 +1,19 @@
 import contextlib
 import json
+import re
 import subprocess
 import sys
 from xml.etree import ElementTree as ET
 
 import pytest
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 from wtransfer.bench import command, harness, weights
 from wtransfer.bench.harness import Goal, Result, Row, Spread
 from wtransfer.errors import PeerLostError
 
+INF, NAN = float("inf"), float("nan")
 OPERATIONS = ("lookup", "store", "evict", "load")
 RUNS = {
     "weights": (
@@ -108,12 +111,21 @@ def fail(_runner):
 ROWS = {"well": Row("well", "a commit", measure_well), "failed": Row("failed", "a kill", fail)}
 
 
+@pytest.fixture
+def bench(monkeypatch):
+    """Run of a bench of weights whose rows run no case."""
+
+    def run(*arguments, rows=None):
+        monkeypatch.setattr(weights, "rows", lambda _settings: rows or list(ROWS.values()))
+        monkeypatch.setattr(harness, "Runner", lambda *_: contextlib.nullcontext())
+        return CliRunner().invoke(command.bench, ["weights", *arguments])
+
+    return run
+
+
 @pytest.mark.parametrize(("chosen", "status"), [("well", 0), ("failed", 1), ("well failed", 1)])
-def test_exit_status_is_1_if_a_row_could_not_be_measured(monkeypatch, chosen, status):
-    monkeypatch.setattr(weights, "rows", lambda _settings: [ROWS[n] for n in chosen.split()])
-    # These rows run no case.
-    monkeypatch.setattr(harness, "Runner", lambda *_: contextlib.nullcontext())
-    result = CliRunner().invoke(command.bench, ["weights", "--json"])
+def test_exit_status_is_1_if_a_row_could_not_be_measured(bench, chosen, status):
+    result = bench("--json", rows=[ROWS[name] for name in chosen.split()])
     assert result.exit_code == status
     rows = json.loads(result.stdout)["rows"]
     assert rows == {name: command.document(ROWS[name], RESULTS[name]) for name in chosen.split()}
@@ -181,27 +193,76 @@ def test_bar_is_as_long_as_the_number_and_its_goal_is_in_the_middle(value, drawn
     assert command.goal_bar(value, 0.9) == drawn
 
 
-@pytest.mark.parametrize("name", ["nowhere/page.html", "."])
-def test_page_that_cannot_be_written_is_refused_before_anything_is_measured(
-    monkeypatch, tmp_path, name
-):
-    def rows(_settings):
-        pytest.fail("the bench has begun")
+@pytest.mark.parametrize(
+    ("value", "goal"),
+    [(INF, 1.0), (-INF, 1.0), (NAN, 1.0), (1.0, 0.0), (1.0, NAN), (1e308, 1e-308)],
+)
+def test_a_number_that_is_none_has_no_bar(value, goal):
+    assert command.goal_bar(value, goal) == ""
 
-    monkeypatch.setattr(weights, "rows", rows)
-    result = CliRunner().invoke(command.bench, ["weights", "--html", str(tmp_path / name)])
+
+@pytest.mark.parametrize("is_wide", [True, False])
+def test_a_narrow_terminal_has_all_digits_and_no_bars(monkeypatch, capsys, is_wide):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120" if is_wide else "80")
+    row = Row("put-64KiB-unverified", "a copy", measure_well)
+    command.show({row: measure_well(None)}, command.describe_machine())
+    out = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    (line,) = (
+        line for line in out.splitlines() if line.strip().startswith("put-64KiB-unverified ")
+    )
+    bar = ["#", "|"] * is_wide
+    numbers = ["0.72", "ms", "0.7", "..", "0.8", "<=", "5", "ms,", "all", "<=", "9", "ms"]
+    assert line.split() == ["put-64KiB-unverified", *numbers, *bar, "reached"]
+    assert ("goal at |" in out) == is_wide
+
+
+@pytest.mark.parametrize("name", ["nowhere/page.html", "."])
+def test_page_that_cannot_be_written_is_refused_before_anything_is_measured(bench, tmp_path, name):
+    row = Row("one", "a commit", lambda _runner: pytest.fail("the bench has begun"))
+    result = bench("--html", str(tmp_path / name), rows=[row])
     assert result.exit_code == 2
     assert "cannot be written: " in " ".join(result.output.split())
 
 
+@pytest.mark.parametrize("form", ["--json", "--quick"])
+def test_page_that_cannot_be_written_at_the_end_does_not_cost_the_numbers(bench, form):
+    result = bench(form, "--html", "/dev/full", rows=[ROWS["well"]])
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit)
+    assert "0.72" in result.stdout
+    assert result.stderr.splitlines()[-1] == "Error: --html /dev/full: No space left on device"
+
+
+def interrupt(_runner):
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("before", [None, "the page of another run"])
-def test_page_is_written_beside_the_numbers(monkeypatch, tmp_path, before):
-    monkeypatch.setattr(weights, "rows", lambda _settings: list(ROWS.values()))
-    monkeypatch.setattr(harness, "Runner", lambda *_: contextlib.nullcontext())
+@pytest.mark.parametrize("asked", ["--only nothing", "--rounds 0", "--nbytes 100000GiB", ""])
+def test_a_run_that_does_not_end_leaves_no_page(bench, tmp_path, asked, before):
     path = tmp_path / "page.html"
     if before is not None:
         path.write_text(before)
-    result = CliRunner().invoke(command.bench, ["weights", "--json", "--html", str(path)])
+    result = bench("--html", str(path), *asked.split(), rows=[Row("one", "a commit", interrupt)])
+    assert result.exit_code != 0
+    assert (path.read_text() if path.exists() else None) == before
+
+
+def test_completion_in_a_shell_makes_no_file(tmp_path):
+    path = tmp_path / "page.html"
+    ShellComplete(command.bench, {}, "bench", "_").get_completions(
+        ["weights", "--html", str(path)], "--"
+    )
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("before", [None, "the page of another run"])
+def test_page_is_written_beside_the_numbers(bench, tmp_path, before):
+    path = tmp_path / "page.html"
+    if before is not None:
+        path.write_text(before)
+    result = bench("--json", "--html", str(path))
     assert result.exit_code == 1  # of the row that failed
     assert set(json.loads(result.stdout)["rows"]) == set(ROWS)
     html = ET.fromstring(path.read_text("utf-8"))

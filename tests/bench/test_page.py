@@ -102,11 +102,13 @@ def test_stages_stand_one_after_the_other_with_their_names():
     (send_of_worker,), (wait,) = shapes(worker, "c0"), shapes(worker, "c2")
     assert (send_of_worker["x"], send_of_worker["width"]) == (0, 2 * send["width"])
     assert (wait["x"], wait["width"]) == (2 * send["width"], send["width"])
-    legends = [texts(each).replace("\u200b", "#") for each in found.findall("p")]
-    assert legends[-2:] == [
-        "trainer, in seconds: # send 1 # verify 3",
-        "worker, in seconds: # send 2 # wait 1",
+    legends = found.findall("p")[-2:]
+    assert list(map(texts, legends)) == [
+        "trainer, in seconds: send 1 verify 3",
+        "worker, in seconds: send 2 wait 1",
     ]
+    colours = [[each.get("class") for each in legend.iter("i")] for legend in legends]
+    assert colours == [["c0", "c1"], ["c0", "c2"]]
 
 
 @pytest.mark.parametrize("spread", [Spread(0, 0, 0), Spread(1e9, 0, 1e9), Spread(1, 0, 1e9)])
@@ -116,3 +118,37 @@ def test_any_number_is_drawn(spread):
     (track,) = shapes(found, "track")
     assert shapes(found, "bar")[0]["width"] <= track["width"]
     assert max(each["x2"] for each in shapes(found, "spread")) <= track["width"]
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("spread", "num_bars", "num_lines"),
+    [
+        (Spread(NAN, NAN, NAN), 0, 0),
+        (Spread(INF, 1, INF), 0, 1),
+        (Spread(2, 1, INF), 1, 1),
+        (Spread(2, NAN, 3), 1, 1),
+    ],
+)
+def test_a_number_that_is_none_is_not_drawn(spread, num_bars, num_lines):
+    found = article(Result(spread, goal=Goal(">=", 2.0), stages={"a_s": spread.high, "b_s": 1.0}))
+    assert len(shapes(found, "bar")) == num_bars
+    assert len(shapes(found, "spread")) == num_lines
+    # And the goal is where it was.
+    ((goal,), (track, *_)) = shapes(found, "goal"), shapes(found, "track")
+    assert 0 < goal["x1"] < track["width"]
+    numbers = [
+        value for each in found.iter() for key, value in each.items() if key in {"x", "width"}
+    ]
+    assert not {"nan", "inf"} & set(numbers)
+
+
+def test_control_characters_leave_the_page_well_formed():
+    bad = "\x1b[2J\x00\ufffe\ud800"
+    result = Result(Spread(1, 1, 1), bad, None, {bad: 1}, {bad: 1}, note=bad)
+    text = page(bad, {row(bad): result, row("failed"): bad}, bad)
+    shown = r"\x1b[2J\x00\ufffe\ud800"
+    assert shown in texts(ET.fromstring(text))
+    assert text.encode().count(shown.encode()) > 9

@@ -27,6 +27,8 @@ from wtransfer import TrainerInitInfo
 from wtransfer.cli import main
 from wtransfer.commands.push import typed_options
 from wtransfer.testing.contents import contents
+from wtransfer.weight_sync.messages import Vote
+from wtransfer.weight_sync.worker import participant
 from wtransfer.weight_sync.worker.session import WorkerSession
 
 HTTP = Path(__file__).parents[1] / "weight_sync" / "http"
@@ -167,6 +169,17 @@ def test_a_label_cannot_steer_the_terminal(workers, write):
     assert done.stdout.replace("\n", "").isprintable()
     _, document = documents(write("next"), "--label", label, to=workers)
     assert [document["label"], *(w["version"] for w in document["workers"])] == [label] * 3
+
+
+def test_a_stage_of_a_worker_cannot_steer_the_terminal(monkeypatch, workers, write):
+    def vote(round_id, fingerprint, nbytes, seconds):
+        return Vote(round_id, fingerprint, nbytes, {**seconds, "x\x1b[2J\n": float("nan")})
+
+    monkeypatch.setattr(participant, "Vote", vote)
+    done = push(write(), "--stages", to=workers)
+    assert done.exit_code == 0
+    assert done.stdout.count("x\\x1b[2J\\n") == 2  # the head of a column, the line of letters
+    assert done.stdout.replace("\n", "").isprintable()
 
 
 def test_options_reach_the_engine_in_their_types(workers, write):

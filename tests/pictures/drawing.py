@@ -60,7 +60,7 @@ class Picture:
             },
         )
         for tag, text in (("title", title), ("desc", desc)):
-            self._add(tag, id=tag).text = text
+            self._add(tag, id=tag).text = text.replace("`", "")
         self._add("style").text = _STYLE
         marker = self._add("defs")
         marker = ET.SubElement(

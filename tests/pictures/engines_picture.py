@@ -1,7 +1,8 @@
-"""Which engine for whom, as a tree: what the classes of the engines say of themselves."""
+"""Engines by hosts and devices, as a tree: what their classes say of themselves."""
 
 from __future__ import annotations
 
+from importlib import metadata
 from typing import Any
 
 from drawing import Picture
@@ -13,7 +14,7 @@ from wtransfer.registry.resolve import registry
 OURS = ("wtransfer", "wtransfer-nccl")
 """Distributions whose engines are shown, whichever others are installed."""
 QUESTIONS = (
-    ("is_multi_host", {False: ["all on", "one host"], True: ["on several", "hosts"]}),
+    ("is_multi_host", {False: ["one host", "only"], True: ["one or", "several hosts"]}),
     ("is_on_devices", {False: ["through", "host memory"], True: ["from GPU", "to GPU"]}),
 )
 """Question to the class of an engine, and the answers."""
@@ -26,8 +27,14 @@ LEAF = (340, 50)
 
 
 def engines() -> list[dict[str, Any]]:
-    """Return the engines of these distributions, those that need least first."""
+    """Return the engines of these distributions, those that need least first.
+
+    Raises:
+        PackageNotFoundError: One of them is not installed.
+    """
     found = []
+    for each in OURS:
+        metadata.distribution(each)
     for record in (each.record for each in registry("engines").listed()):
         if record.distribution in OURS:
             cls = registry("engines").get(record.name)
@@ -43,27 +50,26 @@ def engines() -> list[dict[str, Any]]:
                     "keeps": hasattr(trainer_cls, KeepsVersions.kept.__name__),
                 }
             )
-    assert {each["distribution"] for each in found} == {*OURS}, "install what is to be shown"
     return sorted(found, key=lambda e: (e["is_multi_host"], e["is_on_devices"], e["name"]))
 
 
-def lines_of(engine: dict[str, Any]) -> tuple[str, str]:
+def lines_of(engine: dict[str, Any], *, with_devices: bool = True) -> tuple[str, str]:
     """Return the text of an engine's box."""
+    devices = f", {engine['devices']}" if with_devices else ""
     where = "" if engine["distribution"] == OURS[0] else f" of `{engine['distribution']}`"
     late = "get the current version" if engine["resends"] else "wait for the next round"
     kept = ", keeps versions" if engine["keeps"] else ""
-    return f"`{engine['name']}`{where}, {engine['devices']}{kept}", f"late workers {late}"
+    return f"`{engine['name']}`{where}{devices}{kept}", f"late workers {late}"
 
 
 def draw() -> Picture:
     """Return the picture."""
     found, step = engines(), LEAF[1] + 14
     texts = (f"{each['name']}: {' '.join(lines_of(each))}" for each in found)
-    desc = "; ".join(texts).replace("`", "")
-    picture = Picture(step * len(found) + 26, "Which engine for whom", desc)
+    picture = Picture(step * len(found) + 26, "Engines by hosts and devices", "; ".join(texts))
     for number, each in enumerate(found):
         each["y"] = 20 + step * number + LEAF[1] / 2
-    _split(picture, found, 0, ["workers", "are"])
+    _split(picture, found, 0, ["workers", "on"])
     return picture
 
 
@@ -78,7 +84,9 @@ def _split(picture: Picture, found: list[dict[str, Any]], column: int, lines: li
         left = LEFT[-1]
         ends = [each["y"] for each in found]
         for each in found:
-            picture.box(left, each["y"] - LEAF[1] / 2, *LEAF, *lines_of(each), kind="old")
+            # Where an answer before it has said them, without them.
+            lines_of_box = lines_of(each, with_devices=column < len(QUESTIONS))
+            picture.box(left, each["y"] - LEAF[1] / 2, *LEAF, *lines_of_box, kind="old")
     x, y = LEFT[column], sum(ends) / len(ends)
     picture.box(x, y - NODE[1] / 2, *NODE, *lines)
     for end in ends:

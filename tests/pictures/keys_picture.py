@@ -14,18 +14,24 @@ from wtransfer.connectors.serving_config import Instance
 from wtransfer.kv.keys import FENCE_NBYTES, GROUP_NBYTES, fence_key, make_offload_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 INSTANCE = Instance("e", "m", "bfloat16", 16, 0, 1, sends=True, receives=True)
-OF_REQUEST = {
-    "cache_salt": "tenant",
-    "mm_features": [SimpleNamespace(identifier="i", mm_position=SimpleNamespace(offset=0))],
-    "lora_request": "adapter",
-    "prompt_embeds": "embeds",
-    "resumable": True,
+POSITION = SimpleNamespace(offset=0)
+OF_REQUEST: dict[str, dict[str, Any]] = {
+    "`cache_salt`": {"cache_salt": "tenant"},
+    "`mm_features`": {"mm_features": [SimpleNamespace(identifier="i", mm_position=POSITION)]},
+    "`lora_request`": {"lora_request": "adapter"},
+    "`prompt_embeds`": {"prompt_embeds": "embeds"},
+    "`resumable`": {"resumable": True},
+    "media without identifier": {
+        "mm_features": [SimpleNamespace(identifier=None, mm_position=POSITION)]
+    },
+    "a salt that is no text": {"cache_salt": "\ud800"},
 }
-"""Attribute of a request -> another value than by default."""
+"""In words -> attributes of a request, with other values than by default."""
 BLOCK_SIZE, NUM_BLOCKS = INSTANCE.block_size, 3
+TOKENS = range(BLOCK_SIZE * NUM_BLOCKS)
 LAST = NUM_BLOCKS - 1
 
 
@@ -33,7 +39,7 @@ def keys(
     instance: Instance = INSTANCE,
     fingerprint: str = "f",
     group: int = 0,
-    tokens: range = range(BLOCK_SIZE * NUM_BLOCKS),
+    tokens: Sequence[int] = TOKENS,
     **of_request: Any,
 ) -> list[Any]:
     """Return the keys of a request's blocks."""
@@ -63,7 +69,7 @@ def signature(function: Callable[..., Any]) -> tuple[str, str]:
 
 def draw() -> Picture:
     """Return the picture."""
-    found = {name: keys(**{name: value}) for name, value in OF_REQUEST.items()}
+    found = {name: keys(**attributes) for name, attributes in OF_REQUEST.items()}
     uncacheable = [name for name, others in found.items() if not others]
     within = [name for name, others in found.items() if others and others != keys()]
     assert len(uncacheable) + len(within) == len(OF_REQUEST)
@@ -80,14 +86,14 @@ def draw() -> Picture:
     half = (len(instance) + 1) // 2
     lines = [", ".join(f"`{each}`" for each in part) for part in (instance[:half], instance[half:])]
     picture.box(16, 16, 366, 66, f"`{Instance.__name__}.root`", *lines)
-    picture.box(16, 96, 366, 48, "request", ", ".join(f"`{each}`" for each in within))
+    picture.box(16, 96, 366, 48, "request", ", ".join(within))
     picture.box(430, 56, 150, 48, f"`{request_root.__name__}`", "root")
     for y in (49, 120):
         picture.arrow((382, y), (406, y), (406, 80), (430, 80))
     height = LINE_HEIGHT * (1 + len(uncacheable)) + 12
-    names = [f"`{each}`" for each in uncacheable]
-    picture.box(648, 80 - height / 2, 166, height, "no key if a request has", *names, kind="bad")
-    picture.arrow((580, 80), (648, 80))
+    none = "no key if a request has"
+    picture.box(634, 80 - height / 2, 180, height, none, *uncacheable, kind="bad")
+    picture.arrow((580, 80), (634, 80))
     make, fence = signature(make_offload_key), signature(fence_key)
     arguments = [each.strip("`()").split(", ") for _, each in (make, fence)]
     hashes = arguments[0][0], arguments[1][2]
@@ -103,13 +109,13 @@ def draw() -> Picture:
         picture.text(end + 6, y + 16, f"`{name}`")
     picture.arrow((465, 398), (465, 432))
     parts = (
-        (320, "new", nbytes[0], f"`{arguments[1][1]}`, `{hashes[1]}`"),
-        (320, "old", nbytes[1], f"`{hashes[0]}`"),
-        (WIDTH - 32 - 640, "plain", nbytes[2], f"`{arguments[0][1]}`"),
+        (320, "new", f"{nbytes[0]} bytes", f"`{arguments[1][1]}`, `{hashes[1]}`"),
+        (320, "old", f"{nbytes[1]} bytes, by the default hash", f"`{hashes[0]}`"),
+        (WIDTH - 32 - 640, "plain", f"{nbytes[2]} bytes", f"`{arguments[0][1]}`"),
     )
     x = 16
-    for width, kind, each, text in parts:
-        picture.box(x, 432, width, 48, f"{each} bytes", text, kind=kind)
+    for width, kind, *lines in parts:
+        picture.box(x, 432, width, 48, *lines, kind=kind)
         x += width
     return picture
 
@@ -127,10 +133,13 @@ def chain(picture: Picture, hashes: tuple[str, str]) -> None:
 
 def check_parts() -> tuple[int, int, int]:
     """Return the bytes of the parts of a key, and fail unless it has what the picture says."""
-    key, others = keys()[LAST], keys(tokens=range(1, 1 + BLOCK_SIZE * NUM_BLOCKS))
+    key = keys()[LAST]
     hashed = slice(FENCE_NBYTES, len(key) - GROUP_NBYTES)
-    # Of all tokens before it, not of the weights; these are in the mark alone.
-    assert others[LAST][hashed] != key[hashed]
+    # Of all tokens up to the block's end, and of none after it.
+    assert keys(tokens=[99, *TOKENS[1:]])[LAST][hashed] != key[hashed]
+    assert keys(tokens=[*TOKENS[:-1], 99])[LAST][hashed] != key[hashed]
+    assert keys(tokens=[*TOKENS[:-1], 99])[0] == keys()[0]
+    # Not of the weights; these are in the mark alone.
     weights = keys(fingerprint="g")[LAST]
     assert weights[FENCE_NBYTES:] == key[FENCE_NBYTES:]
     assert weights[:FENCE_NBYTES] != key[:FENCE_NBYTES]

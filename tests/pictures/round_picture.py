@@ -1,4 +1,4 @@
-"""A round as a time line: who sends what to whom in which phase, and which weights serve meanwhile.
+"""A round as a time line: the messages of each phase, and the weights that serve meanwhile.
 
 Phases, stages and states are those of a round that is run here; messages those that the machine of
 a publisher's rounds sends, and their order.
@@ -6,44 +6,48 @@ a publisher's rounds sends, and their order.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from drawing import CODE_WIDTH, Picture
 
 from wtransfer.testing.fleet import Fleet, GatedSource
-from wtransfer.weight_sync.messages import (
-    Accept,
-    Ack,
-    Commit,
-    Data,
-    Finish,
-    Hello,
-    Plan,
-    Prepare,
-    Received,
-    Vote,
-)
+from wtransfer.weight_sync.messages import Accept, Ack, Hello, Plan, Received, Vote
 from wtransfer.weight_sync.trainer.round_handle import Round
 from wtransfer.weight_sync.trainer.round_state import RoundState
 from wtransfer.weight_sync.trainer.workers import Worker
+from wtransfer.weight_sync.worker.target import StateDictTarget
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 OLD, NEW = "step-6", "step-7"
-WIDTHS = {"init": 40, "plan": 106, "transfer": 172, "prepare": 120, "commit": 222, "finish": 54}
+WIDTHS = {"init": 40, "plan": 118, "transfer": 172, "prepare": 116, "commit": 214, "finish": 54}
 """Of each phase of the publisher, in pixels."""
 STAGES = {"accept": "plan", "transfer": "transfer", "verify": "prepare", "commit": "commit"}
 """Phase in which a worker has a stage; it waits for its model before it commits."""
 LEFT = 104
 
 
-def recorded_round() -> Any:
-    """Run a round with two workers, and return what became of it."""
+class Watched(StateDictTarget):
+    """A model that looks at its session and the round before an update is applied."""
+
+    def __init__(self) -> None:
+        super().__init__({"a": torch.zeros(2), "b": torch.zeros(2)})
+        self.look: Callable[[], Any] = lambda: None
+
+    def apply(self, tensors: Any) -> None:
+        self.seen = self.look()
+        super().apply(tensors)
+
+
+def recorded_round() -> tuple[list[str], list[str]]:
+    """Run a round with two workers; return the publisher's phases and the stages of a worker."""
     source = GatedSource({"a": torch.ones(2), "b": torch.ones(2)})
     fleet = Fleet(source)
     try:
-        workers = [fleet.join({"a": torch.zeros(2), "b": torch.zeros(2)}) for _ in range(2)]
-        sessions = [each.session for each in workers]
+        models = [Watched(), Watched()]
+        sessions = [fleet.join(each).session for each in models]
         fleet.publish(OLD)
         source.reached.clear()
         source.gate.clear()
@@ -52,69 +56,56 @@ def recorded_round() -> Any:
         assert [(each.version, each.state) for each in sessions] == [(OLD, "serving")] * 2
         assert round_.phase == "transfer"
         source.gate.set()
-        for each in sessions:
-            while each.state != "pending":
-                assert not round_.wait(0.001)
-            # Every worker has voted, and serves the old version until the call that applies the
+        for model, session in zip(models, sessions, strict=True):
+            model.look = lambda of=session: (of.version, of.state, round_.phase)
+            assert session.commit_pending(10)
+            # Every worker had voted, and served the old version until the call that applies the
             # new one.
-            assert (each.version, round_.phase) == (OLD, "commit")
-        for each in sessions:
-            each.commit_pending()
-            assert (each.version, each.state) == (NEW, "serving")
+            assert model.seen == (OLD, "pending", "commit")
+            assert (session.version, session.state) == (NEW, "serving")
         report = round_.result()
     finally:
+        # First: a pass that waits at the gate does not end otherwise.
+        source.gate.set()
         fleet.close()
-    phases = [each for each in report.seconds if each != "total"]
-    ends = [sum(report.seconds[each] for each in phases[: n + 1]) for n in range(len(phases))]
-    packed_in = next(p for p, end in zip(phases, ends, strict=True) if report.packed_s <= end)
     stages = [list(each.seconds) for each in report.workers]
     assert stages[0] == stages[1]
-    return SimpleNamespace(phases=phases, packed_in=packed_in, stages=stages[0])
+    return [each for each in report.seconds if each != "total"], stages[0]
 
 
 def recorded_messages() -> dict[str, list[tuple[str, str]]]:
     """Return phase -> messages in their order, each with its arrow: from the trainer or to it."""
     found: dict[str, list[tuple[str, str]]] = {}
-    phase = "plan"
-
-    def note(arrow: str, message: object) -> None:
-        found.setdefault(phase, []).append((arrow, type(message).__name__))
-
     no_connection: Any = None
     worker = Worker(no_connection, Hello("w", "i", 0, 1, OLD, "f", "serving"))
 
-    def answer(message: Any) -> None:
-        note("back", message)
-        round_.answer(worker, message)
-
     def send(workers: list[Worker], message: object) -> None:
         if workers:
-            note("out", message)
+            found[phase].append(("out", type(message).__name__))
 
     round_ = RoundState("r", NEW, [[worker]], send)
-    round_.plan(Plan("r", NEW, None), "manifest")
-    answer(Accept("r", []))
-    phase = "transfer"
-    answer(Received("r", round_.data({})))
-    phase = "prepare"
-    round_.prepare("f", [])
-    answer(Vote("r", "f", 1, {}))
-    phase = "commit"
-    round_.commit("f")
-    answer(Ack("r", "committed", NEW, "f", "serving", {}))
+    table: dict[str, tuple[Callable[[], Any], Any]] = {
+        "plan": (lambda: round_.plan(Plan("r", NEW, None), "manifest"), Accept("r", [])),
+        "transfer": (lambda: round_.data({}), Received("r", 0)),
+        "prepare": (lambda: round_.prepare("f", []), Vote("r", "f", 1, {})),
+        "commit": (lambda: round_.commit("f"), Ack("r", "committed", NEW, "f", "serving", {})),
+    }
+    for phase, (begin, answer) in table.items():
+        found[phase] = []
+        begin()
+        found[phase].append(("back", type(answer).__name__))
+        assert round_.answer(worker, answer)
     assert round_.settled
-    expected = [Plan, Accept, Data, Received, Prepare, Vote, Commit, Ack, Finish]
-    assert [name for each in found.values() for _, name in each] == [e.__name__ for e in expected]
     return found
 
 
 def draw() -> Picture:
     """Return the picture."""
-    recorded, messages = recorded_round(), recorded_messages()
-    assert set(recorded.phases) == set(WIDTHS), recorded.phases
-    assert {*recorded.stages} == {*STAGES, "wait"}, recorded.stages
+    (phases, stages), messages = recorded_round(), recorded_messages()
+    assert set(phases) == set(WIDTHS), phases
+    assert {*stages} == {*STAGES, "wait"}, stages
     starts, x = {}, LEFT
-    for phase in recorded.phases:
+    for phase in phases:
         starts[phase] = x
         x += WIDTHS[phase]
     end = x
@@ -122,14 +113,14 @@ def draw() -> Picture:
     picture = Picture(
         432,
         "A round of weights as a time line",
-        f"The publisher goes through the phases {', '.join(recorded.phases)}. Two workers serve "
+        f"The publisher goes through the phases {', '.join(phases)}. Two workers serve "
         f"{OLD} until each applies {NEW} between two steps of its model, after all have verified "
         "every digest. The trainer trains on as soon as its weights are read.",
     )
-    for phase in recorded.phases:
+    for phase in phases:
         picture.rule(starts[phase], 16, 388)
     # Lanes from above: worker, its messages, the trainer, messages, the other worker.
-    for number, (serves, stages, arrows, commits_at) in enumerate(
+    for number, (serves, top, arrows, commits_at) in enumerate(
         [(20, 56, (84, 166), 72), (350, 316, (316, 234), 90)]
     ):
         picture.text(16, serves + 19, f"worker {number}")
@@ -139,20 +130,24 @@ def draw() -> Picture:
         picture.text(applies + pause / 2, serves + 19, "~pause", anchor="middle")
         new = (applies + pause, serves, end - applies - pause, 28)
         picture.box(*new, f"serves `{NEW}`", kind="new")
+        # A worker answers at the end of a stage.
+        answers = {
+            phase: starts[phase] + WIDTHS[phase] - len(name) * CODE_WIDTH - 10
+            for phase, sent in messages.items()
+            for arrow, name in sent
+            if arrow == "back"
+        } | {"commit": applies + pause}
+        picture.box(commit + 8, top, applies - commit - 8, 28, "`wait`")
         for stage, phase in STAGES.items():
-            place = (starts[phase] + 3, WIDTHS[phase] - 6)
-            if stage == "commit":
-                waits = commit + 12
-                picture.box(waits, stages, applies - waits, 28, "`wait`", kind="plain")
-                place = (applies, pause)
-            picture.box(place[0], stages, place[1], 28, f"`{stage}`", kind="work")
-        draw_messages(picture, messages, starts, arrows, applies + pause)
+            x = applies if stage == "commit" else starts[phase] + 8
+            picture.box(x, top, answers[phase] - x, 28, f"`{stage}`", kind="work")
+        draw_messages(picture, messages, starts, arrows, answers)
     picture.text(16, 188, "trainer")
-    for phase in recorded.phases:
+    for phase in phases:
         picture.box(starts[phase] + 1, 168, WIDTHS[phase] - 2, 30, f"`{phase}`")
-    packed = starts[recorded.packed_in] + 0.72 * WIDTHS[recorded.packed_in]
-    reads = starts[recorded.packed_in]
-    picture.box(reads + 1, 204, packed - reads - 1, 28, "weights are read", kind="old")
+    reads = starts["transfer"]
+    packed = reads + 0.56 * WIDTHS["transfer"]
+    picture.box(reads + 1, 204, packed - reads - 1, 28, "reads weights", kind="old")
     trains = f"trains on, from `{Round.__name__}.{Round.packed.__name__}()`"
     picture.box(packed, 204, end - packed, 28, trains, kind="new")
     picture.text(LEFT, 412, f"~a failure here: every worker keeps `{OLD}`, whole")
@@ -165,7 +160,7 @@ def draw_messages(
     messages: dict[str, list[tuple[str, str]]],
     starts: dict[str, float],
     between: tuple[float, float],
-    applied: float,
+    answers: dict[str, float],
 ) -> None:
     """Draw the messages between one worker and the trainer, in the space between their lanes."""
     at_worker, at_trainer = between
@@ -173,9 +168,8 @@ def draw_messages(
     for phase, sent in messages.items():
         x = starts[phase] + 8
         for arrow, name in sent:
-            if arrow == "back" and phase == "commit":
-                # Not before the worker has applied the update.
-                x = applied + 4
+            if arrow == "back":
+                x = answers[phase]
             ends = [(x, at_trainer), (x, at_worker)]
             picture.arrow(*(ends if arrow == "out" else ends[::-1]))
             picture.text(x + 5, middle, f"`{name}`")

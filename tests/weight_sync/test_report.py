@@ -1,5 +1,7 @@
 """The stages of a round as bars."""
 
+import pytest
+
 from wtransfer.weight_sync.report import Report, WorkerReport
 
 
@@ -41,3 +43,26 @@ def test_each_stage_has_a_letter_of_its_own():
 def test_a_worker_without_stages_has_no_bar_and_no_name_steers_the_terminal():
     lines = stages({"init": 0.0}, late={}, **{"w\x1b[2J": {"accept": 0.0}})
     assert [line.split()[0] for line in lines[:-1]] == ["publisher", "w\\x1b[2J"]
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e308, -1.0, -float("inf")])
+def test_a_number_of_seconds_that_is_none_counts_as_0(number):
+    _, bar, legend = stages({"init": 0.0}, w={"a": number, "b": number, "c": 2.0})
+    assert bar == f"w          {'c' * 60}  2.000 s"
+    assert legend.strip() == "i init  a a  b b  c c"
+
+
+@pytest.mark.parametrize(
+    ("stage", "drawn"),
+    [
+        ("", "?"),
+        ("a\nb", "a a\\nb"),
+        (" verify", "v  verify"),
+        ("\x1b[2J", "x \\x1b[2J"),
+        ("---", "? ---"),
+    ],
+)
+def test_a_stage_of_any_name_has_a_letter_and_cannot_steer_the_terminal(stage, drawn):
+    _, bar, legend = stages({"init": 0.0}, w={stage: 1.0})
+    assert bar == f"w          {drawn[0] * 60}  1.000 s"
+    assert legend.strip() == f"i init  {drawn}".strip()

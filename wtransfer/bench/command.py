@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import math
@@ -33,6 +34,9 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9} | {
 WIDTH = 110
 _NUM_CELLS = 16
 """Width of a bar beside a goal, which is in its middle."""
+
+_BAR = "goal at |"
+_COLUMNS = ("row", "median", "min .. max", "goal", _BAR, "")
 
 TCommand = TypeVar("TCommand", bound="Callable[..., Any]")
 
@@ -76,17 +80,6 @@ def _parse_option(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _parse_page(_: click.Context, __: click.Parameter, name: str | None) -> Path | None:
-    if name is None:
-        return None
-    try:
-        # Not what would be allowed: it is opened, before minutes are spent on what is to be there.
-        with Path(name).open("a", encoding="utf-8"):
-            return Path(name)
-    except OSError as error:
-        raise click.BadParameter(f"{name!r} cannot be written: {error.strerror}") from error
-
-
 def _size(text: str) -> Callable[[TCommand], TCommand]:
     return click.option("--nbytes", type=parse_nbytes, metavar="SIZE", help=text)
 
@@ -108,7 +101,7 @@ def _common_options(command: Callable[..., None]) -> Callable[..., None]:
     }
     for option in (
         click.option("--json", "as_json", is_flag=True, help=words["json"]),
-        click.option("--html", callback=_parse_page, metavar="FILE", help=words["html"]),
+        click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help=words["html"]),
         click.option("--quick", is_flag=True, help=words["quick"]),
         click.option("--only", multiple=True, metavar="ROW", help=words["only"]),
         click.option("--rounds", "num_rounds", type=click.IntRange(1), help=words["rounds"]),
@@ -231,23 +224,48 @@ def _measure(
     def report(text: str) -> None:
         click.echo(text, err=True)
 
-    try:
-        require_memory(settings.needed_nbytes, "this run")
-        modules, folder = [module.__name__], asked.get("folder")
-        with Runner(modules, folder, lambda name: report(f"    {name} ...")) as runner:
-            results = measure_rows(chosen, runner, report)
-    except WTransferError as error:
-        raise click.ClickException(str(error)) from error
-    if html is not None:
-        title = f"wtransfer bench {verb}"
-        html.write_text(page(title, results, machine_in_words(machine)), "utf-8")
-    if as_json:
-        found = {row.name: document(row, result) for row, result in results.items()}
-        run = {"machine": machine, "settings": asdict(settings), "rows": found}
-        click.echo(json.dumps(run, indent=2))
-    else:
-        show(results, machine)
+    with _reserved(html):
+        try:
+            require_memory(settings.needed_nbytes, "this run")
+            modules, folder = [module.__name__], asked.get("folder")
+            with Runner(modules, folder, lambda name: report(f"    {name} ...")) as runner:
+                results = measure_rows(chosen, runner, report)
+        except WTransferError as error:
+            raise click.ClickException(str(error)) from error
+        if as_json:
+            found = {row.name: document(row, result) for row, result in results.items()}
+            run = {"machine": machine, "settings": asdict(settings), "rows": found}
+            click.echo(json.dumps(run, indent=2))
+        else:
+            show(results, machine)
+        if html is not None:
+            # Last: a page that cannot be written does not cost the numbers.
+            text = page(f"wtransfer bench {verb}", results, machine_in_words(machine))
+            try:
+                html.write_text(text, "utf-8")
+            except OSError as error:
+                raise click.ClickException(f"--html {html}: {error.strerror}") from error
     sys.exit(1 if any(isinstance(each, str) for each in results.values()) else 0)
+
+
+@contextlib.contextmanager
+def _reserved(path: Path | None) -> Iterator[None]:
+    """Make a file before minutes are spent on what is to be there; remove it if that fails."""
+    if path is None:
+        yield
+        return
+    is_new = not os.path.lexists(path)
+    try:
+        # Not what would be allowed: it is opened.
+        path.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise click.UsageError(f"--html {path} cannot be written: {error.strerror}") from error
+    try:
+        yield
+    except BaseException:
+        if is_new:
+            path.unlink(missing_ok=True)
+        raise
 
 
 # -- what is printed -------------------------------------------------------------------------------
@@ -297,7 +315,7 @@ def show(results: Mapping[Row, Result | str], machine: Mapping[str, Any]) -> Non
 
     click.echo(machine_in_words(machine))
     table = Table(box=SIMPLE_HEAD)
-    for column in ("row", "median", "min .. max", "goal", "goal at |", ""):
+    for column in _COLUMNS:
         is_number = column in ("median", "min .. max", "goal")
         table.add_column(column, justify="right" if is_number else "left", no_wrap=True)
     for row, result in results.items():
@@ -316,6 +334,9 @@ def show(results: Mapping[Row, Result | str], machine: Mapping[str, Any]) -> Non
     if not console.is_terminal:
         # rich takes a file to be as narrow as the narrowest screen.
         console.width = WIDTH
+    if console.measure(table, options=console.options.update(width=1000)).maximum > console.width:
+        # In a narrow terminal: the bars, not digits of the numbers.
+        del table.columns[_COLUMNS.index(_BAR)]
     console.print(table)
     for row, result in results.items():
         click.echo(f"{row.name}: {row.what}")
@@ -329,11 +350,13 @@ def goal_bar(value: float, goal: float) -> str:
     """Return a bar as long as the value, with the goal as ``|`` in its middle; ``>``: far beyond.
 
     Args:
-        value: The number that was reached.
-        goal: Above 0.
+        value: The number that was reached; none is drawn for NaN or infinity.
+        goal: The goal; none is drawn unless it is above 0.
     """
     middle = _NUM_CELLS // 2
-    length = middle * value / goal
+    length = middle * value / goal if goal > 0 else math.nan
+    if not math.isfinite(length):
+        return ""
     # Away from the goal: a bar that only just misses it does not touch it.
     num = math.floor(length) if value < goal else math.ceil(length)
     cells = ("#" * min(num, _NUM_CELLS)).ljust(_NUM_CELLS)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree as ET
 
 from wtransfer.bench.harness import format_number
+from wtransfer.weight_sync.report import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -81,7 +83,9 @@ def page(title: str, results: Mapping[Row, Result | str], machine: str) -> str:
         for line in _below(result):
             _add(article, "p", line, "faint")
         _add_stages(article, _stages(result))
-    return f"<!DOCTYPE html>\n{ET.tostring(html, encoding='unicode')}\n"
+    lines = ET.tostring(html, encoding="unicode").split("\n")
+    # Texts of backends and errors may hold what no page may: control characters.
+    return "\n".join(["<!DOCTYPE html>", *map(printable, lines), ""])
 
 
 def _add(parent: ET.Element, tag: str, text: str, class_: str = "") -> ET.Element:
@@ -122,7 +126,8 @@ def _plot(name: str, result: Result) -> ET.Element:
     median, low, high = result.spread
     lines = {"limit": result.limit, "goal": result.goal.value if result.goal else None}
     shown = {kind: value for kind, value in lines.items() if value is not None}
-    unit = _WIDTH / (1.1 * max(high, *shown.values(), 1e-12))
+    finite = filter(math.isfinite, (*result.spread, *shown.values(), 1e-12))
+    unit = _WIDTH / (1.1 * max(finite))
     svg = _svg(f"{name}: {_number(result)}", 30, _verdict(result)[1])
     _draw(svg, "rect", "bar", x=0, width=median * unit, y=8, height=14)
     _draw(svg, "line", "spread", x1=low * unit, x2=high * unit, y1=15, y2=15)
@@ -156,7 +161,7 @@ def _add_stages(article: ET.Element, sides: Mapping[str, Mapping[str, float]]) -
             _draw(svg, "rect", colour, x=at, width=width, y=0, height=12)
             at += width
             named = ET.SubElement(legend, "span", {"class": "stage"})
-            ET.SubElement(named, "i", {"class": colour}).text = "\u200b"
+            ET.SubElement(named, "i", {"class": colour}).text = " "
             named[0].tail = f" {stage} {format_number(seconds)}"
             named.tail = "  "
         article.append(svg)
@@ -171,5 +176,7 @@ def _svg(says: str, height: int, class_: str = "") -> ET.Element:
 
 
 def _draw(svg: ET.Element, tag: str, class_: str, **numbers: float) -> None:
-    places = {name: f"{value:.1f}" for name, value in numbers.items()}
-    ET.SubElement(svg, tag, {"class": class_, **places})
+    """Draw a shape; none where a number is NaN or infinity."""
+    if all(map(math.isfinite, numbers.values())):
+        places = {name: f"{value:.1f}" for name, value in numbers.items()}
+        ET.SubElement(svg, tag, {"class": class_, **places})

@@ -425,7 +425,8 @@ class _Outcome:
             yield f"{len(report.nonfinite)} tensors hold NaN or infinity"
         yield ""
         stages = list(dict.fromkeys(stage for each in report.workers for stage in each.seconds))
-        rows = [(*_COLUMNS, *stages), *(self._cells(each, stages) for each in report.workers)]
+        rows = [(*_COLUMNS, *map(printable, stages))]
+        rows += [self._cells(each, stages) for each in report.workers]
         yield from table(rows, _NUM_TEXT_COLUMNS)
         if self.order.stages:
             yield ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from wtransfer.deadline import LONGEST_S
 from wtransfer.errors import CommitError
 
 if TYPE_CHECKING:
@@ -151,16 +152,24 @@ class Report:
     def stages(self) -> str:
         """Return the seconds of each stage as bars: the publisher's, and one for every worker.
 
-        All bars have one scale. A stage is drawn by a letter, its first one that no other stage
-        has, and the last line says which. Stages of a worker stand one after the other, without the
-        time between them in which it waits for the publisher.
+        All bars have one scale. A stage is drawn by a letter of its name, the first one that no
+        earlier stage has taken, and the last line lists them. Stages of a worker stand one after
+        the other, without the time between them in which it waits for the publisher.
         """
         phases = {phase: s for phase, s in self.seconds.items() if phase != "total"}
-        bars = [("publisher", phases)]
-        bars += [(printable(each.worker), each.seconds) for each in self.workers if each.seconds]
+        named = [("publisher", phases)]
+        named += [(each.worker, each.seconds) for each in self.workers if each.seconds]
+        # A worker may be on another host: its numbers are any, NaN too, and its names any text.
+        bars = [
+            (
+                printable(name),
+                {printable(k): s if 0 <= s <= LONGEST_S else 0.0 for k, s in of.items()},
+            )
+            for name, of in named
+        ]
         letters: dict[str, str] = {}
         for stage in (stage for _, seconds in bars for stage in seconds):
-            free = (each for each in stage if each not in letters.values())
+            free = (c for c in stage if c.isalnum() and c not in letters.values())
             letters.setdefault(stage, next(free, "?"))
         longest = max(sum(seconds.values()) for _, seconds in bars) or 1.0
         width = max(len(name) for name, _ in bars)
