@@ -509,7 +509,7 @@ class TestLeavesASegment(MemoryTrainerEngine):
 
 @broken(
     "test_tensors_of_earlier_rounds_are_let_go",
-    says="a third round of 33 MiB leaves ",
+    says="a sixth round of 33 MiB leaves ",
     passes=("test_two_workers_get_the_same", "test_shutdown_leaves_nothing"),
 )
 class TestKeepsTheTensorsOfAllRounds(MemoryTrainerEngine):

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import pytest
 
-from wtransfer.calls import start_call
+from wtransfer.calls import SerialThread, start_call
 from wtransfer.errors import ConnectorOptionError, OffloadingOptionError, PluginError, StallError
 from wtransfer.registry.discovery import CORE
 from wtransfer.registry.resolve import registry
@@ -188,6 +188,13 @@ class ConformanceKit:
     """Threads from before the test, among them those of earlier tests that hang."""
     _test_name: str | None = None
     _has_hung = False
+    _calls: SerialThread
+
+    @pytest.fixture(autouse=True)
+    def _call_on_one_thread(self) -> Iterator[None]:
+        self._calls = SerialThread("kit")
+        yield
+        self._calls.stop()
 
     @pytest.fixture(autouse=True)
     def _note_warnings(self, request: pytest.FixtureRequest) -> Iterator[None]:
@@ -216,7 +223,9 @@ class ConformanceKit:
         test()
 
     def run_bounded(self, call: Callable[[], T], what: str, times: int = HANGS_AFTER) -> T:
-        """Make calls of the backend on a thread, which is left behind where they hang.
+        """Make calls of the backend on the test's thread, which is left behind where they hang.
+
+        One thread constructs, calls and ends a backend, as in a host.
 
         Args:
             call: The calls.
@@ -226,7 +235,7 @@ class ConformanceKit:
         Raises:
             AssertionError: They take longer.
         """
-        made, bound_s = start_call(call, "kit"), times * self.deadline_s
+        made, bound_s = self._calls.submit(call), times * self.deadline_s
         if not made.done.wait(bound_s):
             self._note_hang()
             raise AssertionError(self._under_way(bound_s) or _not_returned([what], bound_s))

@@ -195,7 +195,7 @@ class Report:
         )
         phases = [f"{name} {s:.3f}s" for name, s in self.seconds.items() if name != "total"]
         lines = [f"  publisher  {'  '.join(phases)}"] if phases else []
-        return "\n".join([head, *lines, *(_line(each) for each in self.workers)])
+        return "\n".join([head, *lines, *(printable(_line(each)) for each in self.workers)])
 
 
 def _bar(seconds: Mapping[str, float], letters: Mapping[str, str], longest: float) -> str:
