@@ -45,12 +45,8 @@ class OnAFolder(EngineConformance):
     engine = "file"
     more: ClassVar = {}
 
-    @pytest.fixture(autouse=True)
-    def folder_of_its_own(self, tmp_path):
-        self.folder = tmp_path
-
-    def options_of(self, number):
-        return {"path": str(self.folder / f"store-{number}"), **self.more}
+    def options_in(self, folder):
+        return {"path": str(folder / "store"), **self.more}
 
 
 class TestFile(OnAFolder):

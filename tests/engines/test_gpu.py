@@ -32,12 +32,8 @@ class TestFile(EngineConformance):
     engine = "file"
     device = "cuda"
 
-    @pytest.fixture(autouse=True)
-    def folder_of_its_own(self, tmp_path):
-        self.folder = tmp_path
-
-    def options_of(self, number):
-        return {"path": str(self.folder / f"store-{number}")}
+    def options_in(self, folder):
+        return {"path": str(folder / "store")}
 
 
 @pytest.fixture

@@ -51,7 +51,11 @@ class TestDropsValues(MemoryTier):
     def put(self, key, data): ...
 
 
-@broken("test_one_value_is_put_and_found", says="TypeError: get() returned None, not True or False")
+@broken(
+    "test_one_value_is_put_and_found",
+    says="TypeError: get() returned None, not True or False",
+    hints="a method lacks its return, or returns another type.",
+)
 class TestForgetsToReturnTrue(MemoryTier):
     def get(self, key, into):
         super().get(key, into)

@@ -7,10 +7,17 @@ import threading
 
 import pytest
 
-from wtransfer.errors import ConnectorOptionError, OffloadingOptionError
+from wtransfer.errors import (
+    ConnectorOptionError,
+    DigestMismatchError,
+    EngineError,
+    OffloadingOptionError,
+    TruncatedError,
+)
 from wtransfer.testing.kit import ConformanceKit, usually
 
 OWN = "the usual thing is wrong"
+NO_OPTIONS = "the kit was not given the options that the backend needs: return them from options_in"
 HANGS = (
     "a call waits without an end, for a lock, a peer or a server: give each a time-out; or the "
     "machine or store is slower: raise deadline_s"
@@ -67,8 +74,18 @@ def hint_of(call):
     [
         (missing_module, "a library is not installed here, or not under this name."),
         (other_thread, "threads share a connection of sqlite: give each thread its own"),
-        (raising(OffloadingOptionError("x")), "the kit was not given the options"),
-        (raising(ConnectorOptionError("x")), "the kit was not given the options"),
+        (raising(OffloadingOptionError("x")), NO_OPTIONS),
+        (raising(ConnectorOptionError("x")), NO_OPTIONS),
+        (raising(ValueError("Invalid options for Mine: missing 1: 'root'")), NO_OPTIONS),
+        (
+            raising(EngineError("parse_update_info raised ValueError: Invalid update_info for M")),
+            "the trainer passes another info to client.update_weights() than",
+        ),
+        (raising(TruncatedError("x")), "the side that writes or sends these bytes ends too early"),
+        (
+            raising(TypeError("contains() returned None, not a list of True and False")),
+            "a method lacks its return, or returns another type.",
+        ),
         (raising(ValueError("x"), OSError(28, "No space left on device")), "the store of this"),
         (raising(OSError(24, "Too many open files")), "descriptors are opened for each call"),
     ],
@@ -87,6 +104,7 @@ def test_hint_of_an_error_replaces_that_of_the_test(call, hint):
             raising(ValueError("receive_weights raised NameError: name 'x' is not defined")),
             "the backend's own code has this mistake",
         ),
+        (raising(DigestMismatchError("x")), "memory or a file was rewritten while it was read"),
         (raising(ConnectionRefusedError(111, "Connection refused")), "nothing listens at the"),
         (raising(AssertionError("a call of the tier has not returned in 6 s")), HANGS),
     ],

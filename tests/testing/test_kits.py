@@ -9,7 +9,9 @@ them, in a process of their own.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -212,6 +214,13 @@ def test_kit_ends_after_the_third_test_that_hangs():
     assert all(name in reason for name in report.failed)
     # Another class begins anew.
     assert report.passed
+
+
+@pytest.mark.parametrize("kind", KITS)
+def test_pydoc_has_a_text_for_each_attribute_of_a_kit(kind):
+    told = re.findall(r"^    (\w+): \S", inspect.getdoc(KITS[kind]), re.MULTILINE)
+    stated = vars(KITS[kind])["__annotations__"]
+    assert told == [name for name in stated if not name.startswith("_")]
 
 
 @pytest.mark.parametrize("kind", KITS)

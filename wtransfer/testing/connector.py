@@ -148,35 +148,39 @@ _STORE_S = 0.5
 
 
 class ConnectorConformance(ConformanceKit):
-    """Subclass it with a name that starts with ``Test``, and state the connector."""
+    """Subclass it with a name that starts with ``Test``, and state the connector.
+
+    Attributes:
+        connector: Name of the connector, as a user would write it.
+        connector_cls: Instead of a name: the class of a connector that is not installed.
+        kind: ``store``: a request loads what any request with the same prefix has saved.
+            ``transfer``: a request loads what the request named by its ``kv_transfer_params`` has
+            computed.
+        is_shared: True if instances share a store.
+        options: The connector's options.
+        prefill_params: For ``transfer``: ``kv_transfer_params`` of the producer's requests.
+        deadline_s: Bound on every wait, in seconds; also on how long unclaimed blocks are held. A
+            test that takes six times as long has failed: a call of the connector hangs.
+        ends_within_s: Bound on a shutdown while work is running, and on its leftovers, in seconds.
+        saved_block_size: Tokens of a block that the connector saves, a multiple of the host's 16:
+            fewer tokens at the end of a prefix are not expected to be loaded.
+        module_path: Module of a connector whose name is registered nowhere.
+        in_processes: True if a fresh process finds the connector by its name.
+        exhaustive: True: change the weights before every single call, which takes minutes.
+    """
 
     connector: ClassVar[str] = ""
-    """Name of the connector, as a user would write it."""
     connector_cls: ClassVar[type | None] = None
-    """Instead of a name: the class of a connector that is not installed."""
     kind: ClassVar[str] = "store"
-    """``store``: a request loads what any request with the same prefix has saved. ``transfer``: a
-    request loads what the request named by its ``kv_transfer_params`` has computed."""
     is_shared: ClassVar[bool] = False
-    """True if instances share a store."""
     options: ClassVar[dict[str, Any]] = {}
-    """The connector's options."""
     prefill_params: ClassVar[dict[str, Any]] = {"do_remote_decode": True}
-    """For ``transfer``: ``kv_transfer_params`` of the producer's requests."""
     deadline_s: ClassVar[float] = 10.0
-    """Bound on every wait, in seconds; also on how long unclaimed blocks are held. A test that
-    takes six times as long has failed: a call of the connector hangs."""
     ends_within_s: ClassVar[float] = 5.0
-    """Bound on a shutdown while work is running, and on its leftovers, in seconds."""
     saved_block_size: ClassVar[int] = BLOCK_SIZE
-    """Tokens of a block that the connector saves, a multiple of the host's 16: fewer tokens at the
-    end of a prefix are not expected to be loaded."""
     module_path: ClassVar[str | None] = None
-    """Module of a connector whose name is registered nowhere."""
     in_processes: ClassVar[bool] = True
-    """True if a fresh process finds the connector by its name."""
     exhaustive: ClassVar[bool] = False
-    """True: change the weights before every single call, which takes minutes."""
     smoke_test = "test_one_prompt_is_served"
     _contract = (ConnectorScheduler, ConnectorWorker)
 
@@ -1703,8 +1707,9 @@ class ConnectorTestBed:
         before = self.num_loaded
         self.consume(prompt, params, can_be)
         loaded = self.num_loaded - before
+        also = ", also the last one," if loaded >= len(prompt) else ","
         assert loaded == can_be, (
-            f"of a prompt of {len(prompt)} tokens {loaded} were loaded, and {can_be} can be"
+            f"of a prompt of {len(prompt)} tokens {loaded} were loaded{also} and {can_be} can be"
         )
 
     def check_gains(self, prompt: list[int], params: dict[str, Any] | None = None) -> None:

@@ -9,8 +9,9 @@ Subclass it in a test module of your own::
         engine = "mine"
 
 A publisher and its workers run in this process, with the engine between them, so an engine needs
-neither a second process nor a second host to be tested. Tests cannot be overridden; state the tests
-that the engine may fail, each with its reason::
+neither a second process nor a second host to be tested. `options_in` is given an empty folder for
+each publisher. Tests cannot be overridden; state the tests that the engine may fail, each with its
+reason::
 
         expected_failures = {
             "test_empty_and_scalar_tensors_arrive": "my transport has no 0-dim tensors",
@@ -81,33 +82,37 @@ UNBLOCKED_WITHIN_S = 1.0
 """Time that an engine gets to return after ``abort_weight_update``, as in a round."""
 STRANGER_READS = 1 << 20
 """Most bytes that a stranger reads at a time."""
+KEPT = "kept"
+"""Name of the folder in which each publisher of a test has its own."""
 _OTHER = "a worker has other tensors than the trainer"
 STRANGER_FDS = 64
 """Most descriptors that a stranger accepts with them."""
 
 
 class EngineConformance(ConformanceKit):
-    """Subclass it with a name that starts with ``Test``, and state the engine."""
+    """Subclass it with a name that starts with ``Test``, and state the engine.
+
+    Attributes:
+        engine: Name of the engine, as a publisher would use it.
+        engine_cls: Instead of a name: the worker class of an engine that is not installed.
+        trainer_cls: Its trainer class, where the worker class does not name it.
+        options: Options of the trainer side.
+        device: Device of the trainer's and the workers' tensors, as ``torch.device`` takes it.
+        deadline_s: Bound on every wait, in seconds. Raise it for engines that start slowly. A test
+            that takes six times as long has failed: a call of the engine hangs.
+        ends_within_s: Bound on the leftovers of a shutdown, in seconds.
+        host_option: Option of the trainer side that takes the address at which workers of other
+            hosts reach it; no option is set if there is none of this name.
+    """
 
     engine: ClassVar[str] = ""
-    """Name of the engine, as a publisher would use it."""
     engine_cls: ClassVar[type | None] = None
-    """Instead of a name: the worker class of an engine that is not installed."""
     trainer_cls: ClassVar[type | None] = None
-    """Its trainer class, where the worker class does not name it."""
     options: ClassVar[dict[str, Any]] = {}
-    """Options of the trainer side."""
     device: ClassVar[str] = "cpu"
-    """Device of the trainer's and the workers' tensors, as ``torch.device`` takes it."""
     deadline_s: ClassVar[float] = 10.0
-    """Bound on every wait, in seconds. Raise it for engines that start slowly. A test that takes
-    six times as long has failed: a call of the engine hangs."""
-
     ends_within_s: ClassVar[float] = 5.0
-    """Bound on the leftovers of a shutdown, in seconds."""
     host_option: ClassVar[str] = "host"
-    """Option of the trainer side that takes the address at which workers of other hosts reach it;
-    no option is set if there is none of this name."""
     smoke_test = "test_one_round_is_committed"
     _contract = (WeightTransferEngine, TrainerWeightTransferEngine, Resends)
 
@@ -121,13 +126,15 @@ class EngineConformance(ConformanceKit):
 
         self.run_bounded(run, "a call of the engine")
 
-    def options_of(self, number: int) -> Mapping[str, Any]:  # noqa: ARG002
-        """Return the options of one publisher; override it where two cannot have the same.
+    def options_in(self, folder: Path) -> dict[str, Any]:
+        """Return the options of one publisher's trainer side.
 
         Args:
-            number: Index of the publisher among those of a test.
+            folder: An empty folder, another one for each publisher of a test. Files that are left
+                in it at shutdown are a failure, unless the engine keeps versions (`KeepsVersions`).
         """
-        return self.options
+        del folder
+        return dict(self.options)
 
     def dial_as_stranger(self, peer: socket.socket) -> None:
         """Speak the engine's own protocol as far as one can who does not know the token.
@@ -163,7 +170,7 @@ class EngineConformance(ConformanceKit):
         return WeightTransferTrainerFactory.trainer_class(registered_name("engines", worker_cls))
 
     @pytest.fixture
-    def fleet(self, worker_cls: type, twin_cls: type) -> Iterator[MakeFleet]:
+    def fleet(self, worker_cls: type, twin_cls: type, tmp_path: Path) -> Iterator[MakeFleet]:
         """Make fleets of this engine, which are closed at the end of the test."""
         fleets: list[Fleet] = []
 
@@ -172,11 +179,13 @@ class EngineConformance(ConformanceKit):
         ) -> Fleet:
             name = engine or self.engine or registered_name("engines", worker_cls)
             trainer = trainer or (None if engine else twin_cls)
+            folder = tmp_path / KEPT / str(len(fleets))
+            folder.mkdir(parents=True)
             made = Fleet(
                 source,
                 engine=name,
                 trainer=trainer,
-                options={**self.options_of(len(fleets)), **more},
+                options={**self.options_in(folder), **more},
                 deadline_s=self.deadline_s,
             )
             fleets.append(made)
@@ -639,11 +648,16 @@ class EngineConformance(ConformanceKit):
         return round_
 
     @usually(
-        "`shutdown()` of one side does not end its threads and processes, or close its "
-        "sockets, files and memory"
+        "`shutdown()` of one side does not end its threads and processes, close its sockets, files "
+        "and memory, or remove its files"
     )
-    def test_shutdown_leaves_nothing(self, fleet: MakeFleet) -> None:
-        """Threads, processes, descriptors and shared memory are gone within `ends_within_s`."""
+    def test_shutdown_leaves_nothing(
+        self, fleet: MakeFleet, twin_cls: type, tmp_path: Path
+    ) -> None:
+        """Threads, processes, descriptors and shared memory are gone within `ends_within_s`.
+
+        So are the files in the folder of `options_in`, unless the engine keeps versions.
+        """
 
         def live() -> None:
             made = fleet(_model())
@@ -653,6 +667,10 @@ class EngineConformance(ConformanceKit):
             made.close()
 
         self._check_leaves_nothing(live)
+        if not hasattr(twin_cls, "kept"):
+            left = [each for each in (tmp_path / KEPT).rglob("*") if not each.is_dir()]
+            names = sorted({each.name for each in left})
+            assert not left, f"{len(left)} files of 3 publishers are left: {', '.join(names[:8])}"
 
     # -- declarations and infos
 
@@ -702,7 +720,7 @@ class EngineConformance(ConformanceKit):
         while made.members[0].session.state != "pending":
             deadline.check("an update to be committed")
             time.sleep(0.002)
-        assert contents(ledger.held) == first, "the next round wrote to tensors in use"
+        _check_unchanged(ledger, first, "the next round wrote to tensors in use")
         made.finish(round_)
         assert contents(ledger.held) == contents(source)
 
@@ -725,10 +743,10 @@ class EngineConformance(ConformanceKit):
             deadline = Deadline(self.deadline_s)
             while not made.members[0].session.commit_pending(0.002):
                 deadline.check("an update to be committed")
-            assert contents(ledger.held) == contents(source), "it wrote before the vote"
+            _check_unchanged(ledger, contents(source), "it wrote before the vote")
             # A transfer that goes on shows within this time.
             time.sleep(LATE_S)
-            assert contents(ledger.held) == contents(source), "it wrote after the vote"
+            _check_unchanged(ledger, contents(source), "it wrote after the vote")
             made.finish(round_)
             source["weight"] += 1
 
@@ -1011,6 +1029,14 @@ def _model() -> dict[str, torch.Tensor]:
 def _publish(fleet: Fleet, version: str) -> None:
     report = fleet.publish(version)
     assert report.ok, str(report)
+
+
+def _check_unchanged(ledger: _Ledger, expected: Mapping[str, Any], why: str) -> None:
+    """Fail, and name the tensors, if those of the last update have other contents by now."""
+    now = contents(ledger.held)
+    changed = [repr(name) for name in expected if now.get(name) != expected[name]]
+    named = f"tensor{'s' * (len(changed) > 1)} {', '.join(changed)}"
+    assert not changed, f"{named} changed after load_weights had returned: {why}"
 
 
 def _error_of(fleet: Fleet, version: str) -> str:

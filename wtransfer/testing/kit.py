@@ -32,7 +32,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 import pytest
 
 from wtransfer.calls import SerialThread, start_call
-from wtransfer.errors import ConnectorOptionError, OffloadingOptionError, PluginError, StallError
+from wtransfer.errors import (
+    ConnectorOptionError,
+    DigestMismatchError,
+    OffloadingOptionError,
+    PluginError,
+    StallError,
+    TruncatedError,
+)
 from wtransfer.registry.discovery import CORE
 from wtransfer.registry.resolve import registry
 from wtransfer.testing.pytest_plugin import KINDS, WARNED, Warned, choose
@@ -64,6 +71,10 @@ class Hint(NamedTuple):
     """True if the test's own hint is wrong then. False: it follows."""
 
 
+_NO_OPTIONS = (
+    "the kit was not given the options that the backend needs: return them from options_in, set "
+    "options, or pass them by name"
+)
 HINTS = (
     Hint(
         "the memory of a tensor must be writable: map shared files with mmap.ACCESS_COPY or "
@@ -75,15 +86,23 @@ HINTS = (
         "connect with check_same_thread=False",
         "SQLite objects created in a thread",
     ),
+    Hint(_NO_OPTIONS, error=OffloadingOptionError),
+    Hint(_NO_OPTIONS, error=ConnectorOptionError),
+    # Of an engine.
+    Hint(_NO_OPTIONS, "Invalid options for ", ValueError),
     Hint(
-        "the kit was not given the options that the backend needs: return them from options_in, "
-        "set options, or pass them by name",
-        error=OffloadingOptionError,
+        "the trainer passes another info to client.update_weights() than update_info_cls says",
+        "parse_update_info raised ValueError: Invalid update_info for ",
     ),
     Hint(
-        "the kit was not given the options that the backend needs: set options, or pass them by "
-        "name",
-        error=ConnectorOptionError,
+        "the side that writes or sends these bytes ends too early, or has not flushed them",
+        error=TruncatedError,
+    ),
+    Hint("a method lacks its return, or returns another type", "() returned ", TypeError),
+    Hint(
+        "the last token of a prompt must be computed: get_num_new_matched_tokens() is at most "
+        "num_tokens - 1",
+        "were loaded, also the last one, ",
     ),
     Hint("a library is not installed here, or not under this name", error=ModuleNotFoundError),
     Hint(
@@ -93,6 +112,11 @@ HINTS = (
     Hint(
         "descriptors are opened for each call, or each object, and not closed",
         "Too many open files",
+    ),
+    Hint(
+        "memory or a file was rewritten while it was read",
+        error=DigestMismatchError,
+        is_sure=False,
     ),
     Hint(
         "nothing listens at the address that the options name", "Connection refused", is_sure=False
@@ -171,15 +195,18 @@ class ConformanceKit:
     kit's smoke test, its first one, fails, the tests after it are skipped: they would fail for the
     same reason, many of them at the end of a deadline. After the third test that hangs, later tests
     are skipped as well.
+
+    Attributes:
+        expected_failures: Reasons by test, or by test and parameters (``test_name[id]``): each of
+            these has to fail, and fails the run if it passes. Read by the pytest plug-in of
+            wtransfer.
+        deadline_s: Bound on waits, in seconds.
+        smoke_test: Name of the kit's smoke test, whose body runs within `is_smoke_test`.
     """
 
     expected_failures: ClassVar[Mapping[str, str]] = {}
-    """Reasons by test, or by test and parameters (``test_name[id]``): each of these has to fail,
-    and fails the run if it passes. Read by the pytest plug-in of wtransfer."""
     deadline_s: ClassVar[float] = 10.0
-    """Bound on waits, in seconds."""
     smoke_test: ClassVar[str] = ""
-    """Name of the kit's smoke test, whose body runs within `is_smoke_test`."""
     _smoke_failed: ClassVar[type | None] = None
     _hung: ClassVar[dict[type, list[str]]] = {}
     _contract: ClassVar[tuple[type, ...]] = ()
@@ -500,7 +527,7 @@ def check_engine(
         backend: Name of an installed engine, or the worker class, wherever it is defined.
         attributes: Of the kit, such as ``deadline_s``: see `EngineConformance`.
         options: Of the trainer side. ``{folder}`` in a text is an empty folder, another one in each
-            test.
+            test, and for each publisher.
 
     Raises:
         PluginError: No engine has this name, or it cannot be loaded.
@@ -606,15 +633,12 @@ def _bases() -> dict[str, type]:
 
 
 class _OptionsInFolder:
-    """Options whose texts name a folder of the test's own."""
+    """Options whose texts name the folder that the kit gives."""
 
-    options: Mapping[str, Any]
+    options: ClassVar[Mapping[str, Any]]
 
-    @pytest.fixture(autouse=True)
-    def _name_folder(self, tmp_path: Path) -> None:
-        folder = tmp_path / "of the backend"
-        folder.mkdir()
-        self.options = {
+    def options_in(self, folder: Path) -> dict[str, Any]:
+        return {
             name: value.replace("{folder}", str(folder)) if isinstance(value, str) else value
             for name, value in self.options.items()
         }

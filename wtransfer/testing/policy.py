@@ -65,12 +65,15 @@ class _Key(bytes):
 
 
 class PolicyConformance(ConformanceKit):
-    """Subclass it with a name that starts with ``Test``, and state the policy."""
+    """Subclass it with a name that starts with ``Test``, and state the policy.
+
+    Attributes:
+        policy: Name or place of the policy, as a user would write it.
+        policy_cls: Instead of a name: the class.
+    """
 
     policy: ClassVar[str] = ""
-    """Name or place of the policy, as a user would write it."""
     policy_cls: ClassVar[type[CachePolicy] | None] = None
-    """Instead of a name: the class."""
 
     @pytest.fixture
     def make(self) -> MakePolicy:

@@ -7,8 +7,10 @@ Subclass it in a test module of your own::
 
     class TestMine(SpecConformance):
         spec = "mine"
-        options = {"folder": "/tmp/mine"}
         size_option = "bytes_to_use"
+
+        def options_in(self, folder):
+            return {"path": str(folder)}
 
         def reach(self, worker, where):
             return memoryview(worker.slots[where.slots[0]])
@@ -67,6 +69,7 @@ from wtransfer.testing.leftovers import Leftovers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
+    from pathlib import Path
 
     from wtransfer.kv.keys import OffloadKey
     from wtransfer.specs.interface import (
@@ -122,21 +125,26 @@ MOST_TRIES = 20
 
 
 class SpecConformance(ConformanceKit):
-    """Subclass it with a name that starts with ``Test``, and state the spec."""
+    """Subclass it with a name that starts with ``Test``, and state the spec.
+
+    Attributes:
+        spec: Name of the spec, as a user would write it.
+        spec_cls: Instead of a name: the class of a spec that is not installed.
+        options: Its options.
+        size_option: The option that bounds the size in bytes. Without one, the tests of evictions
+            are skipped.
+        deadline_s: Bound on every wait, in seconds. A test that takes six times as long has
+            failed: a call of the spec hangs.
+        ends_within_s: Bound on a shutdown while jobs are running, and on its leftovers, in
+            seconds.
+    """
 
     spec: ClassVar[str] = ""
-    """Name of the spec, as a user would write it."""
     spec_cls: ClassVar[type | None] = None
-    """Instead of a name: the class of a spec that is not installed."""
     options: ClassVar[dict[str, Any]] = {}
-    """Its options."""
     size_option: ClassVar[str] = ""
-    """The option that bounds the size in bytes. Without one, the tests of evictions are skipped."""
     deadline_s: ClassVar[float] = 10.0
-    """Bound on every wait, in seconds. A test that takes six times as long has failed: a call of
-    the spec hangs."""
     ends_within_s: ClassVar[float] = 5.0
-    """Bound on a shutdown while jobs are running, and on its leftovers, in seconds."""
 
     smoke_test = "test_one_block_is_stored_and_loaded"
     _contract = (OffloadingSpec, OffloadingManager, OffloadingWorker)
@@ -144,6 +152,15 @@ class SpecConformance(ConformanceKit):
     def run_test(self, test: Callable[[], None]) -> None:
         """Run a test on a thread, whose time is bounded."""
         self.run_bounded(test, "a call of the spec")
+
+    def options_in(self, folder: Path) -> dict[str, Any]:
+        """Return the spec's options.
+
+        Args:
+            folder: An empty folder of the test's own.
+        """
+        del folder
+        return dict(self.options)
 
     def reach(self, worker: OffloadingWorker, where: LoadStoreSpec) -> memoryview | None:
         """Return bytes of the one block that is kept there, to be damaged by a test.
@@ -160,6 +177,11 @@ class SpecConformance(ConformanceKit):
         return None
 
     # -- fixtures
+
+    @pytest.fixture(autouse=True)
+    def _name_folder(self, tmp_path: Path) -> None:
+        self._folder = tmp_path / "kept"
+        self._folder.mkdir()
 
     @pytest.fixture
     def make_spec(self) -> Callable[[OffloadingConfig], OffloadingSpec]:
@@ -198,7 +220,7 @@ class SpecConformance(ConformanceKit):
         # Room for headers and alignment, which count with small blocks.
         nbytes = num_kept * (geometry.chunk_nbytes + 2**13) + 2**16
         size = {self.size_option: nbytes} if self.size_option else {}
-        return {**self.options, **size}
+        return {**self.options_in(self._folder), **size}
 
     # -- bytes
 

@@ -140,26 +140,31 @@ _GUARD = 0xA5
 
 
 class TierConformance(ConformanceKit):
-    """Subclass it with a name that starts with ``Test``, and state the tier."""
+    """Subclass it with a name that starts with ``Test``, and state the tier.
+
+    Attributes:
+        tier: Name of the tier, as a user would write it.
+        tier_cls: Instead of a name: the class of a tier that is not installed.
+        options: The tier's options.
+        in_processes: True if objects in other processes reach the same store, as they must where
+            scheduler and workers are processes. If False, the tests with other processes are
+            skipped.
+        size_option: Option that bounds the bytes that are kept; empty: there is none, and no test
+            of it.
+        num_kills: Processes that are killed while they put.
+        deadline_s: Bound on the wait for another process, and for a request that is served, in
+            seconds. A test that takes six times as long has failed: a call of the tier hangs.
+        ends_within_s: Bound on the leftovers of a closed tier, in seconds.
+    """
 
     tier: ClassVar[str] = ""
-    """Name of the tier, as a user would write it."""
     tier_cls: ClassVar[type[Tier] | None] = None
-    """Instead of a name: the class of a tier that is not installed."""
     options: ClassVar[dict[str, Any]] = {}
-    """The tier's options."""
     in_processes: ClassVar[bool] = True
-    """True if objects in other processes reach the same store, as they must where scheduler and
-    workers are processes. If False, the tests with other processes are skipped."""
     size_option: ClassVar[str] = ""
-    """Option that bounds the bytes that are kept; empty: there is none, and no test of it."""
     num_kills: ClassVar[int] = 5
-    """Processes that are killed while they put."""
     deadline_s: ClassVar[float] = 10.0
-    """Bound on the wait for another process, and for a request that is served, in seconds. A test
-    that takes six times as long has failed: a call of the tier hangs."""
     ends_within_s: ClassVar[float] = 5.0
-    """Bound on the leftovers of a closed tier, in seconds."""
     smoke_test = "test_one_value_is_put_and_found"
     _contract = (Tier,)
 
