@@ -41,7 +41,7 @@ def opened(monkeypatch):
         )
         monkeypatch.setattr(bridge, "computing_with", lambda *_: "")
         scheduler = given.scheduler
-        scheduler.tp_worker = Bag(model_runner=runner)
+        scheduler.tp_worker = Bag(model_runner=runner, is_hybrid_swa=False)
         scheduler.tp_cpu_group, scheduler.enable_hicache_storage = None, True
         at = Bag(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, dp_size=1, attn_dp_enabled=False)
         vars(at).update(parallel)
