@@ -95,7 +95,7 @@ def run(with_torch, tmp_path):
 
 def test_failed_asserts_of_a_kit_show_the_values(run):
     done = run(POLICY, "-p", PLUGIN, "-k", "test_evict_returns_the_count_asked_for and 5")
-    assert "AssertionError: assert 4 == 5" in done.stdout
+    assert "AssertionError: evict(5) returned 4 blocks\nE       assert 4 == 5" in done.stdout
 
 
 def test_plugin_imports_nothing_heavy():
