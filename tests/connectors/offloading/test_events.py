@@ -10,7 +10,6 @@ import pytest
 from sides import BLOCK_SIZE, request_of, step
 
 from wtransfer.config import KVCacheGroup
-from wtransfer.connectors.offloading.events import extra_keys
 from wtransfer.deadline import Deadline
 from wtransfer.kv.keys import hash_blocks
 from wtransfer.specs import tier_manager
@@ -117,16 +116,31 @@ def test_each_group_is_told_by_its_number(rig):
     ]
 
 
-def test_what_a_hash_is_over_besides_tokens_is_told_of_the_blocks_it_concerns(rig):
-    position = SimpleNamespace(offset=6, length=5)
-    feature = SimpleNamespace(identifier="a picture", mm_position=position)
-    request = prompt("r", 17, cache_salt="a tenant", mm_features=[feature])
-    made = rig()
-    made.keep(request, [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("per_chunk", [1, 2])
+def test_salt_is_told_of_the_first_block_which_it_concerns(rig, per_chunk):
+    made = rig(block_size=BLOCK_SIZE * per_chunk)
+    made.keep(prompt("r", 17, cache_salt="a tenant"), [0, 1, 2, 3, 4])
     advertised(made)
-    told = [each.extra_keys for each in made.listener.has.values()]
-    assert told == [[("a tenant",)], [(("a picture", 2),)], [(("a picture", -2),)], [None]]
-    assert extra_keys(request_of("plain", 9), 0, 4) is None
+    told = [each for blocks in made.listener.has.values() for each in blocks.extra_keys]
+    assert told[:: per_chunk * per_chunk] == [("a tenant",), None, None, None][::per_chunk]
+    made.keep(prompt("plain", 17, first=1), [0, 1, 2, 3, 4])
+    advertised(made)
+    assert list(made.listener.has.values())[-1].extra_keys == [None] * per_chunk
+
+
+def test_blocks_of_requests_with_pictures_are_not_told(rig):
+    made = rig()
+    for name in ("one", "two"):
+        position = SimpleNamespace(offset=6, length=5)
+        feature = SimpleNamespace(identifier=name, mm_position=position)
+        # The same hash of the first block, before the picture; other keys of ours.
+        request = prompt(name, 17, mm_features=[feature])
+        made.keep(request, [0, 1, 2, 3, 4])
+        assert made.ask(prompt(f"{name} again", 17, mm_features=[feature])) == (16, True)
+    assert advertised(made) == []
+    plain = prompt("plain", 17)
+    made.keep(plain, [0, 1, 2, 3, 4])
+    assert advertised(made) == plain.block_hashes
 
 
 def test_block_without_a_hash_of_the_host_is_not_told(rig):
@@ -163,6 +177,37 @@ def test_several_connectors_under_one_tell_each_its_medium(rig, in_folder):
     request = prompt("r", 9)
     made.keep(request, [0, 1, 2])
     assert advertised(made) == advertised(made, Medium.STORAGE) == request.block_hashes
+
+
+@pytest.mark.parametrize("per_chunk", [1, 2])
+def test_block_of_two_arenas_is_told_until_both_have_evicted_it(rig, weights, per_chunk):
+    options = (
+        {"cpu_bytes_to_use": room_for(5)},
+        {"cpu_bytes_to_use": 1 << 20, "block_size": BLOCK_SIZE * per_chunk},
+    )
+    parts = [
+        {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": each}
+        for each in options
+    ]
+    made = rig(connector="MultiConnector", connectors=parts)
+    prompts = [prompt(f"r{number}", 21, first=number) for number in range(6)]
+    for each in prompts:
+        made.keep(each, [0, 1, 2, 3, 4, 5])
+    stats = made.scheduler.get_stats()
+    assert stats["0_OffloadingConnector_evictions_total"]
+    assert not stats.get("1_OffloadingConnector_evictions_total")
+    there = set(advertised(made))
+    for number, each in enumerate(prompts):
+        # The arena with room has whole chunks of it; the other one, if it is the last, the rest.
+        whole = 5 // per_chunk * per_chunk
+        assert set(each.block_hashes[:whole]) <= there, number
+    for blocks in made.listener.has.values():
+        assert len(blocks.token_ids) == BLOCK_SIZE * len(blocks.block_hashes)
+        assert len(blocks.extra_keys) == len(blocks.block_hashes)
+    weights.settle("B")
+    made.meet()
+    made.settle()
+    assert advertised(made) == []
 
 
 # -- what is there
