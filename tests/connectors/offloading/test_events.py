@@ -10,6 +10,7 @@ import pytest
 from sides import BLOCK_SIZE, request_of, step
 
 from wtransfer.config import KVCacheGroup
+from wtransfer.connectors.offloading import events
 from wtransfer.deadline import Deadline
 from wtransfer.kv.keys import hash_blocks
 from wtransfer.specs import tier_manager
@@ -38,8 +39,8 @@ class Listener:
     def __init__(self):
         self.has = {}
 
-    def hear(self, events):
-        for event in events:
+    def hear(self, told):
+        for event in told:
             blocks = event.blocks
             names = [(event.medium, blocks.group, each) for each in blocks.block_hashes]
             for name in names:
@@ -197,10 +198,9 @@ def test_block_of_two_arenas_is_told_until_both_have_evicted_it(rig, weights, pe
     assert stats["0_OffloadingConnector_evictions_total"]
     assert not stats.get("1_OffloadingConnector_evictions_total")
     there = set(advertised(made))
-    for number, each in enumerate(prompts):
-        # The arena with room has whole chunks of it; the other one, if it is the last, the rest.
-        whole = 5 // per_chunk * per_chunk
-        assert set(each.block_hashes[:whole]) <= there, number
+    # The arena with room has all whole chunks.
+    whole = 5 // per_chunk * per_chunk
+    assert {block for each in prompts for block in each.block_hashes[:whole]} <= there
     for blocks in made.listener.has.values():
         assert len(blocks.token_ids) == BLOCK_SIZE * len(blocks.block_hashes)
         assert len(blocks.extra_keys) == len(blocks.block_hashes)
@@ -230,6 +230,25 @@ def test_blocks_that_are_evicted_or_could_not_be_loaded_are_told_as_removed(rig)
     assert set(advertised(made)) == set(there) - set(again.block_hashes)
     made.keep(prompt("anew", 17, first=5), [0, 1, 2, 3, 4])
     assert set(again.block_hashes) <= set(advertised(made))
+
+
+def test_of_an_arena_without_bounds_the_blocks_told_last_are_told(rig, weights, monkeypatch):
+    monkeypatch.setattr(events, "MAX_KEPT", 4)
+    made = rig()
+    first, second = prompt("r", 13), prompt("s", 13, first=1)
+    made.keep(first, [0, 1, 2, 3])
+    made.keep(second, [0, 1, 2, 3])
+    assert advertised(made) == [first.block_hashes[2], *second.block_hashes]
+    # Those of weights that come back are among them.
+    weights.settle("B")
+    made.meet()
+    third = prompt("t", 13)
+    made.keep(third, [0, 1, 2, 3])
+    assert advertised(made) == third.block_hashes
+    weights.settle("A")
+    made.meet()
+    made.settle()
+    assert advertised(made) == second.block_hashes[-1:]
 
 
 def test_new_instance_tells_nothing_until_it_has_stored_something(rig):

@@ -13,6 +13,7 @@ would be a block for each request, stored and removed by itself.
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
     from wtransfer.kv.keys import OffloadKey
     from wtransfer.specs.interface import Medium, OffloadingEvent
+
+MAX_KEPT = 1 << 20
+"""Most chunks that are told at a time, with those of other weights; the oldest are removed."""
 
 
 @dataclass
@@ -110,6 +114,9 @@ class BlockEvents:
                     if event.medium not in kept.media:
                         kept.media.add(event.medium)
                         self._tell(kept, event.medium, removed=False)
+        # A spec of a third party may have no bound: told less, a block costs a hit of a router.
+        excess = max(0, len(self._kept) - MAX_KEPT)
+        self.lose(list(itertools.islice(self._kept, excess)))
 
     def lose(self, keys: Iterable[OffloadKey]) -> None:
         """Take chunks as removed that no look-up will find, whatever the manager says of them."""
