@@ -20,13 +20,16 @@ from wtransfer import (
 from wtransfer.connectors.interface import (
     SCHEDULER_METHODS,
     WORKER_METHODS,
+    KVBlocks,
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorOutput,
     KVConnectorWorkerMetadata,
+    KVEvent,
 )
 from wtransfer.errors import ConnectorOptionError, UnknownBackendError
+from wtransfer.specs.interface import Medium
 from wtransfer.testing.mini_engine.contract import KVCacheBlocks as Blocks
 from wtransfer.testing.mini_engine.contract import Request, SchedulerOutput
 
@@ -764,6 +767,48 @@ def test_different_finished_counts_are_refused(first):
 def test_events_of_all_are_returned():
     made, *_ = make(SCHEDULER, *scripted_with("take_events", [1], "raise", [2, 3]))
     assert made.take_events() == [1, 2, 3]
+
+
+def told(numbers, medium=Medium.CPU, group=0, *, removed=False):
+    """Return the event of blocks of one token each, of which each follows the one before."""
+    hashes = [b"%d" % number for number in numbers]
+    parent = b"%d" % (numbers[0] - 1) if numbers[0] else None
+    keys = [(number,) for number in numbers]
+    return KVEvent(KVBlocks(group, hashes, parent, list(numbers), 1, keys), medium, removed)
+
+
+@pytest.mark.parametrize(
+    ("before", "answers", "expected"),
+    [
+        ([], [[told([0, 1])], [told([0, 1])]], [told([0, 1])]),
+        # Of an event, the parts that are news.
+        ([told([1])], [[told([0, 1, 2, 3])], []], [told([0]), told([2, 3])]),
+        ([told([0, 1])], [[told([1, 2])], []], [told([2])]),
+        ([told([0])], [[told([0])], [told([0], removed=True)]], []),
+        (
+            [told([0, 1]), told([1])],
+            [[told([0, 1], removed=True)], [told([1], removed=True)]],
+            [told([0], removed=True), told([1], removed=True)],
+        ),
+        # Another medium, or another group, is another place.
+        (
+            [told([0])],
+            [[told([0], Medium.STORAGE)], [told([0], group=1)]],
+            [told([0], Medium.STORAGE), told([0], group=1)],
+        ),
+        ([told([0])], [[told([0], Medium.STORAGE, removed=True)], []], []),
+        # What was removed by all may come back.
+        ([told([0]), told([0], removed=True)], [[], [told([0])]], [told([0])]),
+    ],
+)
+def test_block_is_told_by_the_first_that_stores_and_the_last_that_removes_it(
+    before, answers, expected
+):
+    made, *parts = make(SCHEDULER, *scripted_with("take_events", before, ()))
+    made.take_events()
+    for part, answer in zip(parts, answers, strict=True):
+        part.answers["take_events"] = answer
+    assert made.take_events() == expected
 
 
 @pytest.mark.parametrize("name", ["has_pending_push_work", "has_pending_block_frees"])

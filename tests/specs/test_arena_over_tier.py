@@ -588,6 +588,68 @@ def test_load_that_loses_to_computing_is_left(skip_slow_loads, seconds_per_token
         assert ("loads_skipped_total" in stats) == (expected is MISS)
 
 
+# -- events of a tier that is left alone
+
+
+def told(rig):
+    """Return the events since the last call: keys, and whether they were removed."""
+    return [(list(each.keys), each.removed) for each in rig.manager.take_events()]
+
+
+def test_block_is_told_as_removed_while_its_tier_is_left_alone(monkeypatch, later):
+    monkeypatch.setattr(tier_manager, "LOOKUP_S", 30.0)
+    monkeypatch.setattr(tier, "PAUSE_S", 60.0)
+    with Rig(tells=True) as rig:
+        rig.keep([1])
+        assert told(rig) == [([key(1)], False)]
+        for number in range(tier.FAILURES):
+            rig.failing.add("contains")
+            assert rig.lookup([key(10 + number)]) == [MISS]
+        assert told(rig) == []
+        assert rig.lookup([key(1)]) == [MISS]
+        assert told(rig) == [([key(1)], True)]
+        # Once, however often it is asked for, and again when it is found.
+        assert rig.lookup([key(1)]) == [MISS]
+        assert told(rig) == []
+        rig.failing.clear()
+        later(61)
+        assert rig.lookup([key(1)]) == [HIT]
+        assert told(rig) == [([key(1)], False)]
+
+
+def test_block_is_told_as_removed_while_its_tier_hangs(monkeypatch, later):
+    monkeypatch.setattr(tier_manager, "LOOKUP_S", 30.0)
+    with Rig(tells=True) as rig:
+        rig.keep([1])
+        assert told(rig) == [([key(1)], False)]
+        rig.held.add("contains")
+        context = rig.request()
+        assert rig.manager.lookup(key(1), context) is RETRY
+        until(lambda: rig.tier_cls.entered["contains"])
+        later(31)
+        assert rig.lookup([key(1)], context) == [MISS]
+        assert told(rig) == [([key(1)], True)]
+        rig.held.clear()
+        rig.tier_cls.gate.set()
+        until(lambda: rig.stats().get("lookups_total"))
+        assert rig.lookup([key(1)]) == [HIT]
+        assert told(rig) == [([key(1)], False)]
+
+
+def test_block_is_told_as_removed_while_its_tier_loses_to_computing(later):
+    with Rig(tier_cls=Slow, tells=True) as rig:
+        rig.keep([1])
+        rig.manager.on_schedule_end(ScheduleEndContext(seconds_per_token=1e-6))
+        for _ in range(payoff.MIN_LOADS):
+            assert rig.load([1], [5])
+        assert told(rig) == [([key(1)], False)]
+        assert rig.lookup([key(1)]) == [MISS]
+        assert told(rig) == [([key(1)], True)]
+        later(payoff.LEAVE_S)
+        assert rig.lookup([key(1)]) == [HIT]
+        assert told(rig) == [([key(1)], False)]
+
+
 def test_load_counts_from_its_own_beginning_while_another_one_hangs(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(payoff.time, "monotonic", lambda: now[0])

@@ -92,6 +92,7 @@ class Rig:
         page=PAGE,
         num_slots=0,
         tier_cls=Gate,
+        tells=False,
         **options,
     ):
         new = {"held": set(), "failing": set(), "entered": defaultdict(int)}
@@ -109,6 +110,7 @@ class Rig:
                 worker_kv_bytes_per_block=NUM_LAYERS * page,
                 cache=OffloadingCacheConfig(16, blocks_per_chunk),
                 parallel=OffloadingParallelConfig(rank=rank, world_size=num_ranks),
+                enable_kv_cache_events=tells,
             )
             spec = tier_spec(self.tier_cls)(config)
             if num_slots:

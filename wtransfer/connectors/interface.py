@@ -162,8 +162,7 @@ class KVBlocks:
     block_size: int
     """Tokens per block."""
     extra_keys: Sequence[tuple[Any, ...] | None]
-    """What each hash is over besides tokens: an identifier and offset for each medium within the
-    block, and in the first block the salt."""
+    """What each hash is over besides tokens: in the first block the salt."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ counts:
 3.  Loads that take longer than computing their blocks are skipped (`wtransfer.specs.payoff`).
 4.  Events tell a block as in the tier once it was put there or found, and as removed once a look-up
     or a load finds it gone: others may remove it at any time. So nothing is told of a block that
-    nothing was heard of since the start.
+    nothing was heard of since the start. A block that is a miss as the tier is late, paused or slow
+    is told as removed, too: a router sends no request here for it. Found again, it is told again.
 """
 
 from __future__ import annotations
@@ -128,6 +129,7 @@ class TierLookups:
             is_late = is_late or now - known.asked > LOOKUP_S
         if is_late or self._health.is_paused:
             self._counts.add("lookups_late" if is_late else "lookups_paused")
+            self._tell([key], removed=True)
             return LookupResult.MISS
         if known is None or (known.read is not None and now - known.read > FRESH_S):
             answers[key] = self._ask(key, now)
@@ -138,10 +140,11 @@ class TierLookups:
         if not known.hit or self._failed.get(key, 0.0) > now:
             self._tell([key], removed=True)
             return LookupResult.MISS
-        self._tell([key], removed=False)
         if self._skip_slow_loads and self.payoff.skip():
             self._counts.add("loads_skipped")
+            self._tell([key], removed=True)
             return LookupResult.MISS
+        self._tell([key], removed=False)
         return LookupResult.HIT
 
     def was_found(self, key: OffloadKey, req_context: ReqContext) -> bool:

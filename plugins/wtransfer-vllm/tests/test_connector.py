@@ -530,13 +530,10 @@ def hashed_request(num_tokens, **more):
 @pytest.mark.parametrize("hashes_are_numbers", [False, True])
 def test_events_say_of_blocks_what_vllm_says_of_its_own(adapter, monkeypatch, hashes_are_numbers):
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", str(int(hashes_are_numbers)))
+    adapter.config.kv_events_config = bag(enable_kv_cache_events=True)
     side, _ = adapter("SCHEDULER")
     pool = BlockPool(8, enable_caching=True, hash_block_size=16, enable_kv_cache_events=True)
-    features = [
-        MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset=offset, length=length))
-        for name, offset, length in (("one", 3, 4), ("two", 10, 30), ("three", 70, 4))
-    ]
-    request = hashed_request(96, cache_salt="a tenant", mm_features=features)
+    request = hashed_request(96, cache_salt="a tenant")
     blocks = pool.get_new_blocks(6)
     for first, end in ((0, 2), (2, 6)):
         pool.cache_full_blocks(request, blocks, first, end, 16, 0)
@@ -566,6 +563,35 @@ def test_events_say_of_blocks_what_vllm_says_of_its_own(adapter, monkeypatch, ha
     Scripted.answers["events"] = [removed[0], object(), *removed[1:]]
     hashes = [*first.block_hashes, *rest.block_hashes]
     assert side.take_events() == [BlockRemoved(block_hashes=hashes, medium="CPU", group_idx=0)]
+
+
+def test_hash_of_vllm_before_a_picture_does_not_know_it_and_no_event_tells_it():
+    requests = [
+        hashed_request(
+            48,
+            mm_features=[MultiModalFeatureSpec(None, "image", name, PlaceholderRange(20, 4))],
+        )
+        for name in ("one", "two")
+    ]
+    one, two = (each.block_hashes for each in requests)
+    assert one[0] == two[0]
+    assert one[1] != two[1]
+    made = BlockEvents(16, 1, enabled=True)
+    places = {b"key %d" % number: (0, number) for number in range(3)}
+    assert [made.describe(each, places, "weights") for each in requests] == [{}, {}]
+
+
+def test_kinds_of_groups_are_asked_for_where_events_are_enabled(adapter, monkeypatch):
+    asked = []
+    kind = bag(value="full_attention")
+    monkeypatch.setattr(
+        "vllm.v1.kv_cache_interface.get_kv_cache_spec_kind", lambda spec: asked.append(spec) or kind
+    )
+    adapter("SCHEDULER")
+    assert asked == []
+    adapter.config.kv_events_config = bag(enable_kv_cache_events=True)
+    adapter("SCHEDULER")
+    assert len(asked) == 1
 
 
 def test_events_are_enabled_in_a_connector_where_they_are_in_vllm(adapter):

@@ -10,7 +10,7 @@ import pytest
 from sides import BLOCK_SIZE, request_of, step
 
 from wtransfer.config import KVCacheGroup
-from wtransfer.connectors.offloading.events import extra_keys
+from wtransfer.connectors.offloading import events
 from wtransfer.deadline import Deadline
 from wtransfer.kv.keys import hash_blocks
 from wtransfer.specs import tier_manager
@@ -39,8 +39,8 @@ class Listener:
     def __init__(self):
         self.has = {}
 
-    def hear(self, events):
-        for event in events:
+    def hear(self, told):
+        for event in told:
             blocks = event.blocks
             names = [(event.medium, blocks.group, each) for each in blocks.block_hashes]
             for name in names:
@@ -117,16 +117,31 @@ def test_each_group_is_told_by_its_number(rig):
     ]
 
 
-def test_what_a_hash_is_over_besides_tokens_is_told_of_the_blocks_it_concerns(rig):
-    position = SimpleNamespace(offset=6, length=5)
-    feature = SimpleNamespace(identifier="a picture", mm_position=position)
-    request = prompt("r", 17, cache_salt="a tenant", mm_features=[feature])
-    made = rig()
-    made.keep(request, [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("per_chunk", [1, 2])
+def test_salt_is_told_of_the_first_block_which_it_concerns(rig, per_chunk):
+    made = rig(block_size=BLOCK_SIZE * per_chunk)
+    made.keep(prompt("r", 17, cache_salt="a tenant"), [0, 1, 2, 3, 4])
     advertised(made)
-    told = [each.extra_keys for each in made.listener.has.values()]
-    assert told == [[("a tenant",)], [(("a picture", 2),)], [(("a picture", -2),)], [None]]
-    assert extra_keys(request_of("plain", 9), 0, 4) is None
+    told = [each for blocks in made.listener.has.values() for each in blocks.extra_keys]
+    assert told[:: per_chunk * per_chunk] == [("a tenant",), None, None, None][::per_chunk]
+    made.keep(prompt("plain", 17, first=1), [0, 1, 2, 3, 4])
+    advertised(made)
+    assert list(made.listener.has.values())[-1].extra_keys == [None] * per_chunk
+
+
+def test_blocks_of_requests_with_pictures_are_not_told(rig):
+    made = rig()
+    for name in ("one", "two"):
+        position = SimpleNamespace(offset=6, length=5)
+        feature = SimpleNamespace(identifier=name, mm_position=position)
+        # The same hash of the first block, before the picture; other keys of ours.
+        request = prompt(name, 17, mm_features=[feature])
+        made.keep(request, [0, 1, 2, 3, 4])
+        assert made.ask(prompt(f"{name} again", 17, mm_features=[feature])) == (16, True)
+    assert advertised(made) == []
+    plain = prompt("plain", 17)
+    made.keep(plain, [0, 1, 2, 3, 4])
+    assert advertised(made) == plain.block_hashes
 
 
 def test_block_without_a_hash_of_the_host_is_not_told(rig):
@@ -165,6 +180,36 @@ def test_several_connectors_under_one_tell_each_its_medium(rig, in_folder):
     assert advertised(made) == advertised(made, Medium.STORAGE) == request.block_hashes
 
 
+@pytest.mark.parametrize("per_chunk", [1, 2])
+def test_block_of_two_arenas_is_told_until_both_have_evicted_it(rig, weights, per_chunk):
+    options = (
+        {"cpu_bytes_to_use": room_for(5)},
+        {"cpu_bytes_to_use": 1 << 20, "block_size": BLOCK_SIZE * per_chunk},
+    )
+    parts = [
+        {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": each}
+        for each in options
+    ]
+    made = rig(connector="MultiConnector", connectors=parts)
+    prompts = [prompt(f"r{number}", 21, first=number) for number in range(6)]
+    for each in prompts:
+        made.keep(each, [0, 1, 2, 3, 4, 5])
+    stats = made.scheduler.get_stats()
+    assert stats["0_OffloadingConnector_evictions_total"]
+    assert not stats.get("1_OffloadingConnector_evictions_total")
+    there = set(advertised(made))
+    # The arena with room has all whole chunks.
+    whole = 5 // per_chunk * per_chunk
+    assert {block for each in prompts for block in each.block_hashes[:whole]} <= there
+    for blocks in made.listener.has.values():
+        assert len(blocks.token_ids) == BLOCK_SIZE * len(blocks.block_hashes)
+        assert len(blocks.extra_keys) == len(blocks.block_hashes)
+    weights.settle("B")
+    made.meet()
+    made.settle()
+    assert advertised(made) == []
+
+
 # -- what is there
 
 
@@ -185,6 +230,25 @@ def test_blocks_that_are_evicted_or_could_not_be_loaded_are_told_as_removed(rig)
     assert set(advertised(made)) == set(there) - set(again.block_hashes)
     made.keep(prompt("anew", 17, first=5), [0, 1, 2, 3, 4])
     assert set(again.block_hashes) <= set(advertised(made))
+
+
+def test_of_an_arena_without_bounds_the_blocks_told_last_are_told(rig, weights, monkeypatch):
+    monkeypatch.setattr(events, "MAX_KEPT", 4)
+    made = rig()
+    first, second = prompt("r", 13), prompt("s", 13, first=1)
+    made.keep(first, [0, 1, 2, 3])
+    made.keep(second, [0, 1, 2, 3])
+    assert advertised(made) == [first.block_hashes[2], *second.block_hashes]
+    # Those of weights that come back are among them.
+    weights.settle("B")
+    made.meet()
+    third = prompt("t", 13)
+    made.keep(third, [0, 1, 2, 3])
+    assert advertised(made) == third.block_hashes
+    weights.settle("A")
+    made.meet()
+    made.settle()
+    assert advertised(made) == second.block_hashes[-1:]
 
 
 def test_new_instance_tells_nothing_until_it_has_stored_something(rig):

@@ -5,10 +5,15 @@ same hash names blocks of other weights too, and only those are told that a look
 of the present weights, while the tier is asked at all. When that changes, the blocks told before
 are told as removed, and those that the tier still has of the weights that came back as stored. Each
 block is told as stored once, and as removed once before it is told as stored again.
+
+Blocks of requests with pictures or other media are not told: a key of ours is over all media of a
+request, and a hash of the host over those up to the end of the block. Of one hash before them there
+would be a block for each request, stored and removed by itself.
 """
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,6 +25,9 @@ if TYPE_CHECKING:
 
     from wtransfer.kv.keys import OffloadKey
     from wtransfer.specs.interface import Medium, OffloadingEvent
+
+MAX_KEPT = 1 << 20
+"""Most chunks that are told at a time, with those of other weights; the oldest are removed."""
 
 
 @dataclass
@@ -56,13 +64,15 @@ class BlockEvents:
         """Return what is told of chunks of a request once they are kept.
 
         Args:
-            request: ``block_hashes``; blocks without a hash are not told.
+            request: ``block_hashes``; blocks without a hash are not told, nor those of a request
+                with ``mm_features``.
             places: Group and number of each chunk.
             fingerprint: Weights that the chunks are named by.
         """
         hashes = getattr(request, "block_hashes", None) if self._enabled else None
-        if not hashes or fingerprint is None:
+        if not hashes or fingerprint is None or getattr(request, "mm_features", None):
             return {}
+        salt = getattr(request, "cache_salt", None)
         size, per_block = self._block_size, self._block_size // self.hash_block_size
         described = {}
         for key, (group, chunk) in places.items():
@@ -78,7 +88,7 @@ class BlockEvents:
                     parent_block_hash=hashes[first * per_block - 1] if first else None,
                     token_ids=array("I", request.all_token_ids[first * size : end * size]),
                     block_size=size,
-                    extra_keys=[extra_keys(request, n * size, size) for n in range(first, end)],
+                    extra_keys=[None if n or not salt else (salt,) for n in range(first, end)],
                 ),
                 fingerprint,
             )
@@ -104,6 +114,9 @@ class BlockEvents:
                     if event.medium not in kept.media:
                         kept.media.add(event.medium)
                         self._tell(kept, event.medium, removed=False)
+        # A spec of a third party may have no bound: told less, a block costs a hit of a router.
+        excess = max(0, len(self._kept) - MAX_KEPT)
+        self.lose(list(itertools.islice(self._kept, excess)))
 
     def lose(self, keys: Iterable[OffloadKey]) -> None:
         """Take chunks as removed that no look-up will find, whatever the manager says of them."""
@@ -143,26 +156,3 @@ class BlockEvents:
     def _tell(self, kept: _Kept, medium: Medium, *, removed: bool) -> None:
         if kept.fingerprint == self._told:
             self._events.append(KVEvent(kept.blocks, medium, removed))
-
-
-def extra_keys(request: Any, start: int, size: int) -> tuple[Any, ...] | None:
-    """Return what the hash of a block is over besides tokens, as vLLM publishes it.
-
-    Args:
-        request: ``mm_features`` and ``cache_salt``, if present.
-        start: Tokens before the block.
-        size: Tokens of the block.
-    """
-    media = (
-        (each.identifier, each.mm_position.offset, each.mm_position.length)
-        for each in getattr(request, "mm_features", None) or ()
-    )
-    keys: list[Any] = [
-        (identifier, offset - start)
-        for identifier, offset, length in media
-        if offset < start + size and offset + length > start
-    ]
-    salt = getattr(request, "cache_salt", None)
-    if salt and not start:
-        keys.append(salt)
-    return tuple(keys) or None

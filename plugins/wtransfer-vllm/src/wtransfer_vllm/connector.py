@@ -123,7 +123,12 @@ class WTransferConnector(KVConnectorBase_V1):
         self._tp_size = vllm_config.parallel_config.tensor_parallel_size
         self._stats = KVStatsInterval("worker" if is_worker else "scheduler", self._inner.get_stats)
         # Scheduler's side.
-        self._kinds = [_kind_in_events(each) for each in kv_cache_config.kv_cache_groups]
+        events = getattr(vllm_config, "kv_events_config", None)
+        self._kinds = (
+            [_kind_in_events(each) for each in kv_cache_config.kv_cache_groups]
+            if getattr(events, "enable_kv_cache_events", False)
+            else []
+        )
         self._outlasts: dict[str, bool] = {}
         self._loading: set[str] = set()
         self._next = StepMetadata()
