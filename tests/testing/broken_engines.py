@@ -531,7 +531,7 @@ class TestLeavesASegment(MemoryTrainerEngine):
 
 @broken(
     "test_tensors_of_earlier_rounds_are_let_go",
-    says="a sixth round of 33 MiB leaves ",
+    says="three more rounds of 33 MiB leave ",
     passes=("test_two_workers_get_the_same", "test_shutdown_leaves_nothing"),
 )
 class TestKeepsTheTensorsOfAllRounds(MemoryTrainerEngine):

@@ -353,9 +353,10 @@ class EngineConformance(ConformanceKit):
             source["weight"] += 1
             _publish(made, f"v{number}")
             used.append(_resident())
-        grown = used[-1] - used[-2]
-        assert grown < HELD_NBYTES // 2, (
-            f"a sixth round of {HELD_NBYTES >> 20} MiB leaves {grown >> 20} MiB more in use"
+        # Half of what three rounds have: the process frees and takes other memory meanwhile.
+        grown = used[5] - used[2]
+        assert grown < 3 * HELD_NBYTES // 2, (
+            f"three more rounds of {HELD_NBYTES >> 20} MiB leave {grown >> 20} MiB more in use"
         )
 
     @usually(
