@@ -285,6 +285,7 @@ def test_show_of_a_name_unknown_to_every_kind_prints_one_error(cli):
     assert "No backend has the name 'acmee'. Did you mean 'acme'?" in card["error"]["message"]
 
 
+@pytest.mark.slow  # imports torch ten times
 def test_check_exits_with_what_it_found(cli, site):
     assert cli("plugins", "check", "acme").returncode == 0
     assert cli("plugins", "check", "acmee").returncode == 2
@@ -532,6 +533,7 @@ def test_show_prints_what_each_serving_engine_says_also_if_one_fails(cli, site):
     assert "--engines acme {}" in cli("plugins", "show", "acme").stdout
 
 
+@pytest.mark.slow
 def test_show_lists_options(cli):
     def shown(name):
         done = cli("plugins", "show", name, "--json")

@@ -217,6 +217,7 @@ def test_check_says_of_each_what_is_wrong_with_it(python):
     assert {"malformed-wt", "not-utf8-wt"} <= problems.keys()
 
 
+@pytest.mark.slow
 def test_check_of_one_name_looks_at_nothing_else(python):
     fine = python("-c", CHECK, "good")
     assert fine.splitlines()[1].split()[:4] == ["engines", "good", "good-wt", "1.0"]

@@ -72,7 +72,11 @@ with wtransfer.WorkerSession(model, join=address, token=token, name="w0") as ses
     ("kind", "named"),
     [
         ("hangs", r"wtransfer_round_started has not returned within .* from __main__.Troubling"),
-        ("is slow", r"wtransfer_round_started took [23]\.\d s in __main__.Troubling"),
+        pytest.param(
+            "is slow",
+            r"wtransfer_round_started took \d\.\d s in __main__.Troubling",
+            marks=pytest.mark.slow,
+        ),
         ("raises", "failed in wtransfer_weights_committed"),
     ],
 )

@@ -503,7 +503,7 @@ COMPILED = {
     "reduce-overhead": functools.partial(torch.compile, mode="reduce-overhead"),
     "freezing, as an option": functools.partial(torch.compile, options={"freezing": True}),
 }
-QUICK = {"module", "in place"}
+QUICK = {"in place"}
 
 
 @pytest.fixture
