@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from publishers import publishing, pushed
-from server import PROMPT, Server
+from server import PROMPT, Server, cpu_threads
 from sglang_models import wrong_tokens
 from test_live_kv import llama_first
 
@@ -97,11 +97,23 @@ class ValkeyTier:
 
 
 in_each = pytest.mark.parametrize(
-    ("storage", "kind"),
-    [(OwnFiles, "llama"), (FileTier, "llama"), (ValkeyTier, "llama")],
+    ("storage", "kind", "num_ranks"),
+    [
+        (OwnFiles, "llama", 1),
+        (FileTier, "llama", 1),
+        (ValkeyTier, "llama", 1),
+        (FileTier, "moe", 1),
+        (ValkeyTier, "moe", 1),
+        (FileTier, "moe", 2),
+    ],
     indirect=["storage"],
 )
 in_files = pytest.mark.parametrize("storage", [FileTier], indirect=True)
+
+
+@pytest.fixture
+def num_ranks():
+    return 1
 
 
 @pytest.fixture
@@ -112,7 +124,7 @@ def storage(request, tmp_path):
 
 
 @pytest.fixture
-def start(folders, storage, tmp_path):
+def start(folders, num_ranks, storage, tmp_path):
     """Starter of servers over one storage, each of which is to be awaited."""
     started = []
 
@@ -120,11 +132,13 @@ def start(folders, storage, tmp_path):
         extra = {"prefetch_threshold": PAGE, **storage.extra}
         options = {
             **OPTIONS,
+            "tp": str(num_ranks),
             "hicache-storage-backend": storage.backend,
             "hicache-storage-backend-extra-config": json.dumps(extra),
         }
         folder = tmp_path / f"server-{len(started)}"
-        started.append(Server(folder, folders[name], options, storage.env))
+        env = storage.env | (cpu_threads() if num_ranks > 1 else {})
+        started.append(Server(folder, folders[name], options, env))
         return started[-1]
 
     yield start
@@ -132,10 +146,10 @@ def start(folders, storage, tmp_path):
         server.close()
 
 
-def kept(storage, at_least):
-    """Wait until the storage has as many pages."""
+def kept(storage, at_least, num_ranks=1):
+    """Wait until the storage has as many pages of each rank."""
     end = time.monotonic() + 60
-    while storage.num_pages() < at_least:
+    while storage.num_pages() < at_least * num_ranks:
         assert time.monotonic() < end
         time.sleep(0.05)
 
@@ -177,11 +191,11 @@ def test_tier_keeps_blocks_by_their_weights_and_a_damaged_one_is_a_miss(start, s
 
 @pytest.mark.nightly
 @in_each
-def test_storage_is_shared_by_equal_weights_only(start, storage, folders):
+def test_storage_is_shared_by_equal_weights_only(start, storage, folders, num_ranks):
     server = start("A").ready()
     first = server.ask(LONG)
     assert wrong_tokens(folders, first) == []
-    kept(storage, NUM_PAGES)
+    kept(storage, NUM_PAGES, num_ranks)
     other = other_and_back(server, folders, first)
     server.close()
 
@@ -199,7 +213,7 @@ def test_storage_is_shared_by_equal_weights_only(start, storage, folders):
     for number, (storing, looking, name) in enumerate([(of_a, of_b, "B"), (of_b, of_a, "A")]):
         prompt, before = [number, *LONG], storage.num_pages()
         storing.ask(prompt)
-        kept(storage, before + NUM_PAGES)
+        kept(storage, before // num_ranks + NUM_PAGES, num_ranks)
         stranger = looking.ask(prompt)
         assert stranger.num_cached == 0
         assert wrong_tokens({"default": folders[name]}, stranger) == []
@@ -208,13 +222,13 @@ def test_storage_is_shared_by_equal_weights_only(start, storage, folders):
 @pytest.mark.nightly
 @in_each
 def test_requests_that_wait_and_prefetch_at_a_commit_take_and_keep_blocks_of_the_new(
-    start, storage, folders
+    start, storage, folders, num_ranks
 ):
     server = start("A").ready()
     stored = [[number, *LONG] for number in range(3)]
     for prompt in stored:
         server.ask(prompt)
-    kept(storage, len(stored) * (len(LONG) // PAGE))
+    kept(storage, len(stored) * (len(LONG) // PAGE), num_ranks)
     # Blocks of A, by storage alone.
     pushed(folders["B"], server, "B")
     pushed(folders["A"], server, "A")
@@ -238,7 +252,7 @@ def test_requests_that_wait_and_prefetch_at_a_commit_take_and_keep_blocks_of_the
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("storage", "kind"), [(HeldFiles, "llama")], indirect=["storage"])
+@pytest.mark.parametrize("storage", [HeldFiles], indirect=True)
 def test_tier_that_hangs_keeps_no_commit_and_no_request(start, storage, folders):
     server = start("A").ready()
     first = server.ask(LONG)

@@ -24,22 +24,21 @@ CASES = {
 
 
 @pytest.fixture(scope="module", params=CASES)
-def loaded(request, models, tmp_path_factory):
+def loaded(request, models, kind, tmp_path_factory):
     num_ranks, more = CASES[request.param]
     options = {"chunked-prefill-size": "64", "max-running-requests": "16", "tp": str(num_ranks)}
     # Joins a publisher by itself, now and whenever there is one.
     join = f"unix:@wtransfer-sglang-{secrets.token_hex(6)}"
     env = {"WTRANSFER_JOIN": join} | (cpu_threads() if num_ranks > 1 else {})
     folder = tmp_path_factory.mktemp("loaded")
-    server = Server(folder, models / "llama-A", {**options, **more}, env)
+    server = Server(folder, models / f"{kind}-A", {**options, **more}, env)
     server.join, server.num_ranks = join, num_ranks
     yield server.ready()
     server.close()
 
 
-def test_every_token_is_of_the_version_that_it_names(loaded, models):
-    held_by = [load_file(models / f"llama-{name}" / "model.safetensors") for name in "AB"]
-    folders = {"default": models / "llama-A"}
+def test_every_token_is_of_the_version_that_it_names(loaded, folders):
+    held_by = [load_file(folders[name] / "model.safetensors") for name in "AB"]
     begun = []
     held = dict(held_by[0])
     with wtransfer.Publisher(held, listen=loaded.join, token=TOKEN, deadline_s=30) as publisher:
@@ -51,7 +50,7 @@ def test_every_token_is_of_the_version_that_it_names(loaded, models):
                 begun.append(loaded.begin(prompt, 20 + 5 * len(begun), wait_s=LOAD_S))
             held.update(held_by[(number + 1) % 2])
             publisher.publish(f"v{number}")
-            folders[f"v{number}"] = models / f"llama-{'BA'[number % 2]}"
+            folders[f"v{number}"] = folders["BA"[number % 2]]
         answers = [each.result() for each in begun]
     assert max(answer.num_retractions for answer in answers) > 1
     assert [wrong_tokens(folders, answer) for answer in answers] == [[]] * NUM_REQUESTS
