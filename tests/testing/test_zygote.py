@@ -124,7 +124,10 @@ def test_a_stopped_zygote_can_be_closed(monkeypatch):
 def test_zygote_and_children_end_with_their_maker(zygote, tmp_path):
     out = tmp_path / "out"
     maker = zygote.spawn("zygote_jobs:make_a_zygote_and_sleep", stdout=out)
-    inner, child, copy = map(int, eventually(lambda: out.exists() and out.read_text().split()))
+    words = eventually(
+        lambda: out.exists() and out.read_text().endswith("\n") and out.read_text().split()
+    )
+    inner, child, copy = map(int, words)
     assert not is_gone(inner)
     assert not is_gone(child)
     maker.kill()
