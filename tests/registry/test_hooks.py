@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import os
 import re
@@ -46,6 +47,22 @@ class Observer:
 @pytest.fixture
 def board():
     return PluginManager()
+
+
+@pytest.fixture
+def no_thread_starts(monkeypatch):
+    """Context within which no thread can be started."""
+
+    def refuse(_thread):
+        raise RuntimeError("can't start new thread")
+
+    @contextlib.contextmanager
+    def refused():
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            yield
+
+    return refused
 
 
 def test_observer_is_notified_until_it_is_unregistered(board):
@@ -160,15 +177,10 @@ def test_observer_that_hangs_is_notified_in_a_forked_child(board):
     assert hanging.over.wait(5.0)
 
 
-def test_observer_that_gets_no_thread_is_left_out_and_named(board, caplog, monkeypatch):
+def test_observer_that_gets_no_thread_is_left_out_and_named(board, caplog, no_thread_starts):
     observer = Observer()
     board.register(observer)
-    with monkeypatch.context() as patched:
-
-        def refuse(_thread):
-            raise RuntimeError("can't start new thread")
-
-        patched.setattr(threading.Thread, "start", refuse)
+    with no_thread_starts():
         board.notify_within(5.0, "wtransfer_weights_committed", **COMMIT)
     assert observer.notified == []
     assert f"is kept from {Observer.__module__}.Observer: can't start new thread" in caplog.text
@@ -269,16 +281,11 @@ def test_notification_after_the_close_is_made(board, notifications, until):
 
 
 def test_notification_for_which_there_is_no_thread_is_logged(
-    board, notifications, caplog, monkeypatch
+    board, notifications, caplog, no_thread_starts
 ):
     observer = Observer()
     board.register(observer)
-    with monkeypatch.context() as patched:
-
-        def refuse(_thread):
-            raise RuntimeError("can't start new thread")
-
-        patched.setattr(threading.Thread, "start", refuse)
+    with no_thread_starts():
         notifications.notify("wtransfer_weights_committed", **COMMIT)
     assert f"is kept from {Observer.__module__}.Observer: can't start new thread" in caplog.text
     notifications.notify("wtransfer_weights_committed", **commit("next"))

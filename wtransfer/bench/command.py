@@ -364,11 +364,10 @@ def goal_bar(value: float, goal: float) -> str:
 
 
 def _details(result: Result) -> Iterator[str]:
-    from wtransfer.bench.harness import format_number
+    from wtransfer.bench.harness import format_numbers
 
     if result.note:
         yield result.note
     for title, numbers in (("beside", result.beside), ("stages", result.stages)):
         if numbers:
-            named = (f"{name} {format_number(value)}" for name, value in numbers.items())
-            yield f"{title}: {', '.join(named)}"
+            yield f"{title}: {format_numbers(numbers)}"

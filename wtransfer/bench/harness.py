@@ -26,7 +26,7 @@ from wtransfer.errors import PeerLostError, StallError, WTransferError
 from wtransfer.testing.zygote import Zygote
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from typing_extensions import Self
 
@@ -62,6 +62,11 @@ def format_nbytes(nbytes: int) -> str:
 def format_number(value: float) -> str:
     """Return a number with as many digits as are worth reading."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"  # noqa: PLR2004
+
+
+def format_numbers(numbers: Mapping[str, float]) -> str:
+    """Return numbers after their names, in one line."""
+    return ", ".join(f"{name} {format_number(value)}" for name, value in numbers.items())
 
 
 # -- rows ------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree as ET
 
-from wtransfer.bench.harness import format_number
+from wtransfer.bench.harness import format_number, format_numbers
 from wtransfer.weight_sync.report import printable
 
 if TYPE_CHECKING:
@@ -117,8 +117,7 @@ def _below(result: Result) -> Iterator[str]:
     if result.note:
         yield result.note
     if result.beside:
-        numbers = (f"{name} {format_number(value)}" for name, value in result.beside.items())
-        yield f"beside: {', '.join(numbers)}"
+        yield f"beside: {format_numbers(result.beside)}"
 
 
 def _plot(name: str, result: Result) -> ET.Element:

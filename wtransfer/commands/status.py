@@ -207,7 +207,7 @@ class _Fleet:
         if publisher is not None:
             held = f"{publisher.version!r} {publisher.fingerprint}"
             held = held if publisher.version else "no version yet"
-            yield printable(f"publisher {self.address}: {held}")
+            yield printable(f"{_publisher_at(self.address)}: {held}")
             if (now := publisher.round) is not None:
                 what = "catch-up" if now.is_catch_up else "round"
                 yield printable(
@@ -234,7 +234,7 @@ class _Fleet:
 
     def problems(self, ready: str | None) -> Iterator[str]:
         for host, why in self.unreachable.items():
-            hint = "; a worker is asked by --to" if host == f"publisher {self.address}" else ""
+            hint = "; a worker is asked by --to" if host == _publisher_at(self.address) else ""
             yield printable(f"{host}  not reached: {why}{hint}")
         if ready is not None:
             for each in self.workers:
@@ -248,6 +248,10 @@ class _Fleet:
             yield f"{len(self.versions)} versions are held"
 
 
+def _publisher_at(address: str | None) -> str:
+    return f"publisher {address}"
+
+
 def _look(join: str | None, hosts: tuple[str, ...], token: str | None, deadline_s: float) -> _Fleet:
     """Ask the publisher and all hosts at once."""
     from wtransfer.weight_sync.observer import observe
@@ -257,11 +261,11 @@ def _look(join: str | None, hosts: tuple[str, ...], token: str | None, deadline_
         client = HttpClient(host, token, timeout_s=deadline_s)
         calls[client.name] = client.weight_info
     if join is not None:
-        calls[f"publisher {join}"] = functools.partial(observe, join, token or "", deadline_s)
+        calls[_publisher_at(join)] = functools.partial(observe, join, token or "", deadline_s)
     answers, failed = map_concurrently(calls, 2 * deadline_s + 1)
     fleet = _Fleet(address=join, unreachable={name: str(each) for name, each in failed.items()})
     for name, answer in answers.items():
-        if name == f"publisher {join}":
+        if name == _publisher_at(join):
             fleet.publisher = answer
             continue
         try:
