@@ -177,6 +177,20 @@ def test_observer_that_hangs_is_notified_in_a_forked_child(board):
     assert hanging.over.wait(5.0)
 
 
+def test_observer_that_is_unregistered_meanwhile_is_not_called(board):
+    ended = Observer()
+
+    class Ending(Observer):
+        @hookimpl
+        def wtransfer_weights_committed(self):
+            board.unregister(ended)
+
+    board.register(ended)
+    board.register(Ending())  # registered last: called first
+    board.notify("wtransfer_weights_committed", **COMMIT)
+    assert ended.notified == []
+
+
 def test_observer_that_gets_no_thread_is_left_out_and_named(board, caplog, no_thread_starts):
     observer = Observer()
     board.register(observer)

@@ -1,17 +1,21 @@
-"""The stages of a round as bars."""
+"""The report of a round as text: its table, and its stages as bars."""
 
 import pytest
 
 from wtransfer.weight_sync.report import Report, WorkerReport
 
 
-def stages(seconds, **workers):
+def report_of(seconds, **workers):
     reports = tuple(
         WorkerReport(name, name, 0, "committed", "v1", "f", seconds=of_worker)
         for name, of_worker in workers.items()
     )
     total = {**seconds, "total": sum(seconds.values())}
-    return Report("v1", "f", "r", 4, reports, total, 0.0).stages().splitlines()
+    return Report("v1", "f", "r", 4, reports, total, 0.0)
+
+
+def stages(seconds, **workers):
+    return report_of(seconds, **workers).stages().splitlines()
 
 
 def test_stages_are_as_long_as_their_seconds_on_one_scale():
@@ -66,3 +70,9 @@ def test_a_stage_of_any_name_has_a_letter_and_cannot_steer_the_terminal(stage, d
     _, bar, legend = stages({"init": 0.0}, w={stage: 1.0})
     assert bar == f"w          {drawn[0] * 60}  1.000 s"
     assert legend.strip() == f"i init  {drawn}".strip()
+
+
+def test_table_of_a_report_cannot_steer_the_terminal():
+    lines = str(report_of({"init": 0.0}, **{"w\x1b[2J": {"\nstage": 1.0}})).splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["publisher", "w\\x1b[2J"]
+    assert "\\nstage 1.000s" in lines[-1]
