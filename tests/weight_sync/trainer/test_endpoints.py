@@ -271,8 +271,9 @@ class Engine:
             raise PeerLostError(f"{self.name} is down")
         for number in range(len(self.sessions), len(self.replicas) - self.late):
             self.bring(number)
-        if self.late_s is not None:
-            threading.Timer(self.late_s, self.bring, [len(self.sessions)]).start()
+        late_s, self.late_s = self.late_s, None
+        if late_s is not None:
+            threading.Timer(late_s, self.bring, [len(self.sessions)]).start()
 
     def bring(self, number):
         """Let a replica join."""
@@ -770,7 +771,7 @@ def hello(instance, rank, host_ranks, num_ranks=2):
 
 def missing(joined, whole):
     state = FleetState(set())
-    state.add("h", 0.0)
+    state.add(["h"], 0.0)
     state.look(joined, whole, 1.0)
     return [f"{host.name}{host.ranks}" for host in state.absent()]
 

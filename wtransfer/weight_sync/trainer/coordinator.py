@@ -32,7 +32,7 @@ from wtransfer.errors import (
 )
 from wtransfer.registry import hooks
 from wtransfer.weight_sync.messages import Plan, RoundStatus
-from wtransfer.weight_sync.report import Report, WorkerReport, commit_error
+from wtransfer.weight_sync.report import Report, WorkerReport, commit_error, is_ok
 from wtransfer.weight_sync.trainer.round_state import RoundState
 from wtransfer.weight_sync.trainer.workers import send_to
 
@@ -383,7 +383,7 @@ class Coordinator:
                     report = self.report = self._make_report()
                     if not self.dry_run and not report.holders:
                         self.failure = commit_error(report)
-                    elif report.is_ok(left_out=True) and not self.dry_run:
+                    elif is_ok(report, left_out=True) and not self.dry_run:
                         facts = {**self._identity(), "fingerprint": report.fingerprint}
                         self._notify("wtransfer_weights_committed", worker=None, **facts)
             except BaseException as error:

@@ -5,11 +5,12 @@ A host that was named counts in every round: a supervisor may have restarted it 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from wtransfer.errors import WTransferError
     from wtransfer.weight_sync.messages import Hello
@@ -125,16 +126,18 @@ class FleetState:
 
     # -- the list
 
-    def add(self, name: str, now: float) -> None:
-        """Add a host, which is absent until its workers have joined, and to be asked at once.
+    def add(self, names: Sequence[str], now: float) -> None:
+        """Add hosts, which are absent until their workers have joined, and to be asked at once.
 
         Raises:
-            ValueError: It is on the list.
+            ValueError: One of them is on the list, or here twice; none is added.
         """
-        if name in self.hosts:
-            raise ValueError(f"host {name} is named twice; name each host once")
-        self._removed.discard(name)
-        self.hosts[name] = NamedHost(name, absent_since=now, ask_at=now, by_hand=True)
+        for name, number in Counter([*self.hosts, *names]).items():
+            if number > 1:
+                raise ValueError(f"host {name} is named twice; name each host once")
+        for name in names:
+            self._removed.discard(name)
+            self.hosts[name] = NamedHost(name, absent_since=now, ask_at=now, by_hand=True)
 
     def remove(self, name: str) -> None:
         """Take a host off the list.
@@ -151,9 +154,9 @@ class FleetState:
     # -- questions and answers
 
     def ask(self, names: Iterable[str]) -> None:
-        """Let these hosts be asked at once, by the user."""
+        """Let these hosts be asked at once, by the user; drained ones are on the list again."""
         for name in names:
-            self.hosts[name].by_hand = True
+            self.hosts[name].by_hand, self.hosts[name].is_drained = True, False
 
     def hurry(self, now: float) -> None:
         """Let absent hosts be asked at once: a round waits for them."""

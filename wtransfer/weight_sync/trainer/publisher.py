@@ -702,12 +702,16 @@ class Publisher:
 
     def _too_few(self, found: int, wanted: int) -> NoWorkersError:
         with self._lock:
-            failed = [each for each in self._membership.workers() if each.last_error is not None]
+            joined = self._membership.workers()
+        failed = [each for each in joined if each.last_error is not None]
         why = "".join(f"\n  {w.name} has failed: {w.last_error}" for w in failed[:NUM_NAMED])
+        if self._refusal is not None:
+            why += f"\n  the last peer that was refused: {self._refusal}"
         return NoWorkersError(
             f"{found} workers have joined, {wanted} are needed (ranks of one instance count as "
-            "one); start them with join= the publisher's address, name their hosts (invite()), or "
-            f"wait with wait_for_workers(){self._token_hint}{why}"
+            f"one; {len(joined)} ranks are connected, {len(failed)} of them have failed); start "
+            "them with join= the publisher's address, name their hosts (invite()), or wait with "
+            f"wait_for_workers(){self._token_hint}{why}"
         )
 
     def _return_s(self) -> float:
