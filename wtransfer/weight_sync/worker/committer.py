@@ -15,7 +15,14 @@ from collections import ChainMap
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from wtransfer.calls import Changed, call_apart, check_process, close_at_exit, forget_frames
+from wtransfer.calls import (
+    Changed,
+    call_apart,
+    check_process,
+    close_at_exit,
+    forget_frames,
+    start_in_finaliser,
+)
 from wtransfer.errors import (
     ClosedError,
     CommitError,
@@ -24,6 +31,7 @@ from wtransfer.errors import (
     RoundBusyError,
     SchemaError,
     WTransferError,
+    called_from,
 )
 from wtransfer.manifest import local_fingerprint
 from wtransfer.registry import hooks
@@ -120,6 +128,7 @@ class Committer:
         """Notifies observers of the worker's rounds."""
         self.last_error: WTransferError | None = None
         """Why the last update was refused or not applied; None once an update is applied."""
+        self._made_at = called_from()
         self._target = target
         self._place = place
         self._keep_previous = keep_previous
@@ -220,6 +229,21 @@ class Committer:
         if os.getpid() == self._pid:
             wait = not self.observers.calls_here()
             call_apart(lambda: self._close(wait), "wtransfer-close")
+
+    def abandon(self) -> None:
+        """Close a worker that nobody can reach any more; called as its session is collected."""
+        if os.getpid() == self._pid and not self.weight_state.closed:
+            start_in_finaliser(self._end, "wtransfer-close")
+
+    def _end(self) -> None:
+        # To the log, which notebooks show: Python drops a ResourceWarning by default.
+        logger.warning(
+            "%s is closed: nothing refers to its WorkerSession any more, made at %s; keep a "
+            "reference for as long as the model takes updates, then close() it",
+            self.name,
+            self._made_at,
+        )
+        self._close(wait=True)
 
     def _close(self, wait: bool) -> None:
         with self.joined.lock:

@@ -21,6 +21,7 @@ import os
 import secrets
 import socket
 import time
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -133,6 +134,9 @@ class WorkerStatus:
 class WorkerSession:
     """Receives weight updates for one worker process, or one rank of it.
 
+    Keep a reference for as long as the model takes updates. A session that has joined a publisher
+    and that nothing refers to any more closes itself, and the log says where it was made.
+
     Args:
         model_or_target: A torch module, a mapping of names to tensors, or a `WeightTarget`.
         join: Address of the publisher; see `join()`.
@@ -189,8 +193,14 @@ class WorkerSession:
             cast_hint=serving_host.cast_hint,
             deadline_s=deadline_s,
         )
+        self._is_watched = False
         if join is not None:
-            self.join(join)
+            try:
+                self.join(join)
+            except BaseException:
+                # The error may be kept, and this session with it: a notebook keeps the last one.
+                self._committer.close()
+                raise
 
     def join(self, address: str, *, token: str | None = None, host: str | None = None) -> None:
         """Dial a publisher, now and again whenever the connection is lost, until closed or left.
@@ -216,6 +226,10 @@ class WorkerSession:
                 several.
         """
         self._committer.check_usable()
+        if not self._is_watched:
+            # From here on threads refer to the committer, and none of them to the session.
+            weakref.finalize(self, self._committer.abandon).atexit = False
+            self._is_watched = True
         self._joined.join(self._committer, address, token, host)
 
     def leave(self, address: str) -> None:
