@@ -134,8 +134,9 @@ class WorkerStatus:
 class WorkerSession:
     """Receives weight updates for one worker process, or one rank of it.
 
-    Keep a reference for as long as the model takes updates. A session that has joined a publisher
-    and that nothing refers to any more closes itself, and the log says where it was made.
+    Keep a reference for as long as the model takes updates: a session that has joined a publisher
+    closes itself once nothing refers to it, and the log names the line that made it. A model has
+    one session per process; disjoint parts of a model may have one session each.
 
     Args:
         model_or_target: A torch module, a mapping of names to tensors, or a `WeightTarget`.
@@ -155,6 +156,13 @@ class WorkerSession:
             with a publisher are bounded by the publisher's deadline.
         name: Name for people. Default: host, process id and rank.
         serving_host: The serving engine whose plug-in opens this session; None: there is none.
+
+    Raises:
+        AuthenticationError: As `join`.
+        SchemaError: The model has tensors that cannot be written to.
+        TypeError: Not a model, nor a target.
+        ValueError: The model, or a part of it, has a session that is not closed: the text says
+            where that was made. Or an argument has no such value.
     """
 
     def __init__(
@@ -193,7 +201,8 @@ class WorkerSession:
             cast_hint=serving_host.cast_hint,
             deadline_s=deadline_s,
         )
-        self._is_watched = False
+        # Threads refer to the committer, and none of them to the session.
+        weakref.finalize(self, self._committer.abandon).atexit = False
         if join is not None:
             try:
                 self.join(join)
@@ -226,10 +235,6 @@ class WorkerSession:
                 several.
         """
         self._committer.check_usable()
-        if not self._is_watched:
-            # From here on threads refer to the committer, and none of them to the session.
-            weakref.finalize(self, self._committer.abandon).atexit = False
-            self._is_watched = True
         self._joined.join(self._committer, address, token, host)
 
     def leave(self, address: str) -> None:
