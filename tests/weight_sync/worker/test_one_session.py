@@ -14,6 +14,7 @@ from wtransfer.errors import AuthenticationError
 from wtransfer.weight_sync.storages import num_holders
 from wtransfer.weight_sync.worker.session import WorkerSession
 from wtransfer.weight_sync.worker.target import StateDictTarget
+from wtransfer.weight_version import process_weights
 
 PATIENCE_S = 10.0
 REFUSED = "has a WorkerSession already, made at"
@@ -141,9 +142,11 @@ def test_refused_session_leaves_the_first_as_it_was(fleet, weights):
     made = fleet(weights)
     member = made.join()
     assert made.publish("v1").ok
+    version = process_weights.version()
     with pytest.raises(ValueError, match=REFUSED):
         WorkerSession(member.model, join=made.publisher.address, token=made.publisher.token)
     assert len(made.publisher.workers()) == 1
+    assert process_weights.version() == version
     assert made.publish("v2").ok
     assert member.session.version == "v2"
 
