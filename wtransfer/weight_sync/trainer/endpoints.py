@@ -336,7 +336,7 @@ class Endpoints:
             self._thread.join(LEAVE_S)
 
     def _leave(self, clients: dict[str, Any]) -> None:
-        address = self._publisher["address"]
+        address = self._publisher.get("address")
         calls = {
             name: functools.partial(client.leave, address, timeout_s=LEAVE_S)
             for name, client in clients.items()
