@@ -40,6 +40,7 @@ _BACKLOG = 512  # TCP peers that find it full wait for a second and more: a floo
 _MAX_UNIX_NBYTES = 107
 _MAX_PORT = 65535
 _LOCK_PATIENCE_S = 0.05
+_LONGEST_WAIT_S = 1e6
 _QUEUE_PATIENCE = struct.pack("ll", 0, 200_000)  # struct timeval: seconds, microseconds
 _CREDENTIALS = struct.Struct("3i")
 
@@ -293,8 +294,8 @@ def connect(sock: socket.socket, address: Address, deadline: Deadline) -> None:
 
 def limit_wait(sock: socket.socket, deadline: Deadline) -> None:
     """Let the socket's next wait end at the deadline."""
-    # A time-out of zero would mean: do not block.
-    sock.settimeout(max(deadline.remaining(), 0.001))
+    # A time-out of zero would mean: do not block. The kernel's counter ends after 24 days.
+    sock.settimeout(min(max(deadline.remaining(), 0.001), _LONGEST_WAIT_S))
 
 
 def no_delay(sock: socket.socket) -> None:
