@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _BACKLOG = 512  # TCP peers that find it full wait for a second and more: a flood must not fill it
 _MAX_UNIX_NBYTES = 107
 _MAX_PORT = 65535
-_LOCK_PATIENCE_S = 0.05
+_LOCK_PATIENCE_S = 2.0  # listeners that start hold it for microseconds, on a busy host longer
 _LONGEST_WAIT_S = 1e6
 _QUEUE_PATIENCE = struct.pack("ll", 0, 200_000)  # struct timeval: seconds, microseconds
 _CREDENTIALS = struct.Struct("3i")
