@@ -63,6 +63,17 @@ def test_lease_ends_with_the_round(fleet, engines, faults, weights):
         time.sleep(0.01)
 
 
+def test_sockets_are_beside_that_of_the_publisher_and_leave_with_it(fleet, weights, tmp_path):
+    made = fleet(weights, engine="shm", listen=f"unix:{tmp_path}/publisher")
+    made.join()
+    for version in ("v1", "v2"):
+        assert made.publish(version).ok
+    control, data = sorted(tmp_path.iterdir())
+    assert data.name.startswith(f"{control.name}.")
+    made.close()
+    assert set(tmp_path.iterdir()) == set()
+
+
 @pytest.mark.parametrize("commit", ["adopt", "copy"])
 def test_aborted_rounds_take_no_more_segments(fleet, engines, faults, commit):
     # Large enough to be adopted.

@@ -226,6 +226,41 @@ def test_closing_ends_a_wait(exporter, lease):
     del held
 
 
+@pytest.fixture
+def beside(tmp_path, segment):
+    """An exporter beside a listener with a path; segment 1 is exported."""
+    made = SegmentExporter(beside=f"unix:{tmp_path}/x:y")
+    made.export(1, segment)
+    yield made
+    made.close()
+    assert set(tmp_path.iterdir()) == set()
+
+
+@pytest.mark.parametrize("way", ["path", "name"])
+def test_a_segment_is_attached_by_a_path_or_else_by_its_name(beside, tmp_path, way):
+    (path,) = tmp_path.iterdir()
+    assert beside.address == f"unix:@{path}"
+    if way == "name":
+        path.rename(tmp_path / "mounted elsewhere")
+    else:
+        # As in another network namespace.
+        beside._listener.close()
+    held = attach(beside.address, beside.secret, 1, PATIENCE_S)
+    assert held.mapping[0] == 5
+    assert not beside.wait_free(1, 0.05)
+    del held
+    assert beside.wait_free(1, PATIENCE_S)
+    if way == "name":
+        (tmp_path / "mounted elsewhere").rename(path)
+
+
+@pytest.mark.parametrize("listens_at", [None, "unix:@name", "tcp:127.0.0.1:1", f"unix:/{'x' * 99}"])
+def test_without_a_folder_the_name_is_random(listens_at):
+    made = SegmentExporter(beside=listens_at)
+    assert made.address.startswith("unix:@wtransfer-")
+    made.close()
+
+
 # -- the ends of processes
 
 

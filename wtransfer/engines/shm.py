@@ -8,7 +8,8 @@
    mapping.
 4. The lease ends when the last view is gone; only then does T write to that segment again.
 
-Linux, one host, one user. Nothing has a name in the file system, so nothing can be left behind.
+Linux, one host, one user. Memory has no name in the file system, so none can be left behind. Where
+the publisher listens at a path, a socket beside it serves containers that share its folder.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class ShmInitInfo(WeightTransferInitInfo):
     """Address at which segments are attached."""
 
     address: str
-    """Abstract Unix socket of the trainer."""
+    """Abstract Unix socket of the trainer; the name may be a path at which it listens, too."""
     secret: str
     """Proves that the trainer told the worker the address."""
 
@@ -191,7 +192,7 @@ class ShmTrainerEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
         source: RoundSource | None = None,
     ) -> None:
         super().__init__(init_info, client=client, source=source)
-        self._exporter = SegmentExporter()
+        self._exporter = SegmentExporter(beside=getattr(client, "address", None))
         self._committed: Slot | None = None
         self._next: Slot | None = None
         self._num_contents = 0

@@ -3,6 +3,8 @@
 How a segment travels:
 
 1. Exporter: listens at an abstract Unix socket; address and secret reach the reader another way.
+   Where a process beside it has a socket in a folder, the exporter has one there, too, and the path
+   is its abstract name: readers that see the folder need not share the network namespace.
 2. Exporter: `SegmentExporter.export` registers a segment under a number.
 3. Reader: `attach` connects and shakes hands as any dialer of the channel does, again where the
    exporter had no room, and sends the number.
@@ -42,7 +44,7 @@ from wtransfer.errors import (
     StallError,
     WTransferError,
 )
-from wtransfer.transport.address import limit_wait, parse_address
+from wtransfer.transport.address import address_beside, limit_wait, parse_address
 from wtransfer.transport.channel import Codec, Connection, Dial, Listener, MessageType, dialed
 from wtransfer.transport.memory import Segment, map_private, os_errors
 
@@ -103,20 +105,42 @@ class SegmentExporter:
     Args:
         address: Address to listen at; by default a random abstract Unix address.
         secret: Secret that a reader has to prove to know; by default a random one.
+        beside: Address of another listener of this process. Where that is a path, this one listens
+            at a path beside it, too, for readers in other network namespaces.
 
     Raises:
         AddressInUseError: Another process listens there.
         DescriptorLimitError: No descriptor is left.
     """
 
-    def __init__(self, address: str | None = None, secret: str | None = None) -> None:
+    def __init__(
+        self, address: str | None = None, secret: str | None = None, *, beside: str | None = None
+    ) -> None:
         # Guards segments and leases. A condition: every lease's end wakes `wait_free`.
         self._changed = threading.Condition()
         self._segments: dict[int, _Exported] = {}
         self._leases: dict[Connection, int] = {}
         self._closed = False
         self._pid = os.getpid()
-        self._listener = Listener(
+        path = address_beside(beside)
+        # The abstract name is the path's: readers find either by it, of any release.
+        self._listener = self._listen(
+            path.replace("unix:", "unix:@", 1) if path else address, secret
+        )
+        self._at_path: Listener | None = None
+        self.address = self._listener.address
+        """Address that readers connect to."""
+        self.secret = self._listener.token
+        """Secret that a reader has to prove to know; hand it over out of band."""
+        if path is not None:
+            try:
+                self._at_path = self._listen(path, self.secret)
+            except BaseException:
+                self._listener.close()
+                raise
+
+    def _listen(self, address: str | None, secret: str | None) -> Listener:
+        return Listener(
             CODEC,
             address=address,
             token=secret,
@@ -128,10 +152,6 @@ class SegmentExporter:
             handshake_s=None,
             max_connections=MAX_LEASES,
         )
-        self.address = self._listener.address
-        """Address that readers connect to."""
-        self.secret = self._listener.token
-        """Secret that a reader has to prove to know; hand it over out of band."""
 
     def export(
         self, segment_id: int, segment: Segment, facts: Mapping[str, Fact] | None = None
@@ -203,6 +223,8 @@ class SegmentExporter:
             self._segments.clear()
             self._changed.notify_all()
         self._listener.close()
+        if self._at_path is not None:
+            self._at_path.close()
 
     def _check_usable(self) -> None:
         self._listener.check_process()
@@ -314,6 +336,9 @@ def _attached(
     deadline = Deadline(LONGEST_S if timeout_s is None else timeout_s)
     if not parse_address(address).is_unix:
         raise AddressError(f"{address!r} is no Unix socket: only those carry descriptors")
+    path = address.removeprefix("unix:@")
+    if path.startswith("/") and os.path.exists(path):  # noqa: PTH110 (a socket's name)
+        address = f"unix:{path}"
     fds: list[int] = []
     try:
         with (
