@@ -9,6 +9,7 @@ import socket
 import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from wtransfer.deadline import Deadline
 from wtransfer.errors import AddressError, AddressInUseError, PeerLostError
 from wtransfer.transport.address import (
     ListeningSocket,
+    address_beside,
     connect,
     parse_address,
     random_address,
@@ -168,6 +170,20 @@ def test_the_socket_file_of_a_dead_listener_is_replaced(tmp_path):
     assert path.exists(), "the dead listener's end must not remove its successor's file"
     alive.remove_file()
     assert not path.exists()
+    alive.socket.close()
+
+
+def test_sockets_that_dead_listeners_left_beside_one_are_removed(tmp_path):
+    listener = f"unix:{tmp_path}/x"
+    dead, alive = (ListeningSocket(address_beside(listener)) for _ in range(2))
+    dead.socket.close()
+    others = [ListeningSocket(f"unix:{tmp_path}/{name}") for name in ("x", "y.01234567", "x.0")]
+    for other in others:
+        other.socket.close()
+    before = set(tmp_path.iterdir())
+    assert address_beside(listener).startswith(f"{listener}.")
+    assert before - set(tmp_path.iterdir()) == {Path(dead.address.removeprefix("unix:"))}
+    alive.remove_file()
     alive.socket.close()
 
 

@@ -14,6 +14,7 @@ import errno
 import fcntl
 import ipaddress
 import os
+import re
 import secrets
 import socket
 import stat
@@ -41,10 +42,17 @@ if TYPE_CHECKING:
 _BACKLOG = 512  # TCP peers that find it full wait for a second and more: a flood must not fill it
 _MAX_UNIX_NBYTES = 107
 _MAX_PORT = 65535
-_LOCK_PATIENCE_S = 0.05
+_LOCK_PATIENCE_S = 2.0  # listeners that start hold it for microseconds, on a busy host longer
+_LONGEST_WAIT_S = 1e6
+_BESIDE_NBYTES = 1 + 1 + 8  # a dot and eight digits, and the NUL of an abstract name
 _QUEUE_PATIENCE = struct.pack("ll", 0, 200_000)  # struct timeval: seconds, microseconds
 _ALL = frozenset({"0.0.0.0", "::"})  # noqa: S104  # nothing listens there
 _CREDENTIALS = struct.Struct("3i")
+
+_ABSTRACT = (
+    " If it is, it has another network namespace, in which alone its name is known: containers "
+    "must share theirs, or a volume that all mount at one path (listen='unix:/path')"
+)
 
 RANDOM_PREFIX = "unix:@wtransfer-"
 """Prefix of the addresses of `random_address`."""
@@ -84,6 +92,30 @@ class Address:
 def random_address() -> str:
     """Return an abstract Unix address with a random name."""
     return f"{RANDOM_PREFIX}{secrets.token_hex(8)}"
+
+
+def address_beside(address: str | None) -> str | None:
+    """Return a random path beside a listener's, and remove the sockets that dead ones left there.
+
+    Args:
+        address: Address of a listener of this process: only its own may be dead beside it.
+
+    Returns:
+        None where the listener has no path, or a longer one would be no address.
+
+    Raises:
+        AddressInUseError: The folder is locked.
+    """
+    path = parse_address(address).path if address and address.startswith("unix:") else None
+    if path is None or len(os.fsencode(path)) + _BESIDE_NBYTES > _MAX_UNIX_NBYTES:
+        return None
+    folder, name = os.path.split(path)
+    beside = re.compile(re.escape(name) + r"\.[0-9a-f]{8}")
+    with _locked_folder(path):
+        for found in os.listdir(folder):  # noqa: PTH208 (see remove_file)
+            if beside.fullmatch(found) and _is_stale(each := os.path.join(folder, found)):  # noqa: PTH118
+                os.unlink(each)  # noqa: PTH108 (see remove_file)
+    return f"unix:{path}.{secrets.token_hex(4)}"
 
 
 def parse_address(text: str) -> Address:
@@ -324,13 +356,14 @@ def connect(sock: socket.socket, address: Address, deadline: Deadline) -> None:
     except OSError as error:
         raise PeerLostError(
             f"cannot reach {address.text}: {error.strerror or error}; is the trainer running?"
+            + (_ABSTRACT if address.is_unix and address.path is None else "")
         ) from error
 
 
 def limit_wait(sock: socket.socket, deadline: Deadline) -> None:
     """Let the socket's next wait end at the deadline."""
-    # A time-out of zero would mean: do not block.
-    sock.settimeout(max(deadline.remaining(), 0.001))
+    # A time-out of zero would mean: do not block. The kernel's counter ends after 24 days.
+    sock.settimeout(min(max(deadline.remaining(), 0.001), _LONGEST_WAIT_S))
 
 
 def no_delay(sock: socket.socket) -> None:

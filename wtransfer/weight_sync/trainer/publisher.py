@@ -237,7 +237,14 @@ class Publisher:
         self._first_look: Call | None = None
         screen = nonfinite != "allow"
         self._make_runner = functools.partial(
-            EngineRunner, engine, trainer, dict(options or {}), self._source, screen, base=kept
+            EngineRunner,
+            engine,
+            trainer,
+            dict(options or {}),
+            self._source,
+            screen,
+            base=kept,
+            address=listen,
         )
         self._runner = self._make_runner()
         self._current: ProvenUpdate | None = None
