@@ -6,6 +6,8 @@ on_error: argument of ``install``.
 spoilt: number of an update of which one bit is another than its digest says.
 broken: number of an update that the engine fails to load.
 hold: number of a generation after which a line of standard input is waited for, and told.
+hold_within: number of a generation before whose request a line of standard input is waited for;
+    the label that the server has after each request is told.
 lora: train an adapter, and tell after each update whether it was unmerged.
 colocated: of a vLLM in the script's process tell what is called, keep the policy of each update,
     as the folder ``policy-NUMBER``, and after each generation what it answers to a test's prompts,
@@ -31,6 +33,7 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 from trl.generation.vllm_client import VLLMClient
 from wtransfer.engines.shm import ShmTrainerEngine
+from wtransfer.weight_sync.http.client import HttpClient
 
 import wtransfer_trl
 from wtransfer_trl.policy_sync import PolicySync
@@ -117,6 +120,24 @@ def hold_after(number):
     VLLMClient.generate, VLLMClient.update_named_params = counting, telling
 
 
+def hold_within(number):
+    """Wait before a generation's request, and tell after each which weights the server holds."""
+    generate = VLLMClient.generate
+    num_generated = 0
+
+    def holding(client, *args, **more):
+        nonlocal num_generated
+        num_generated += 1
+        if num_generated == number:
+            say("generating", number)
+            sys.stdin.readline()
+        answer = generate(client, *args, **more)
+        say("generated under", HttpClient(client.base_url).weight_info()["weight_version"])
+        return answer
+
+    VLLMClient.generate = holding
+
+
 def colocate(asked):
     """Have TRL make an engine that tells what is done with it."""
     # They import vLLM, which a trainer with a server need not have.
@@ -192,6 +213,8 @@ def main(order, script, *arguments):
         install(*args, **given, **more)
         if "hold" in asked:
             hold_after(asked["hold"])
+        if "hold_within" in asked:
+            hold_within(asked["hold_within"])
 
     wtransfer_trl.install = functools.wraps(install)(installed)
     if "colocated" in asked:
