@@ -472,17 +472,23 @@ def map_concurrently(
         if not call.done.wait(deadline.remaining()):
             text = f"{name} did not answer within {timeout_s:g} s"
             failed[name] = StallError(text, seconds=timeout_s, worker=name)
-        elif isinstance(error := call.error, WTransferError):
-            failed[name] = error
-        elif error is not None:
-            # Clients of other projects raise without what the server has said.
-            said = getattr(getattr(error, "response", None), "text", None)
-            text = f"{name}: {type(error).__name__}: {error}{f' ({said:.2000})' if said else ''}"
-            failed[name] = RemoteError(text, worker=name)
-            failed[name].__cause__ = error
+        elif call.error is not None:
+            failed[name] = host_error(name, call.error)
         else:
             results[name] = call.result
     return results, failed
+
+
+def host_error(name: str, error: BaseException) -> WTransferError:
+    """Return what a call to a host has raised as an error of ours, which names the host."""
+    if isinstance(error, WTransferError):
+        return error
+    # Clients of other projects raise without what the server has said.
+    said = getattr(getattr(error, "response", None), "text", None)
+    text = f"{name}: {type(error).__name__}: {error}{f' ({said:.2000})' if said else ''}"
+    ours = RemoteError(text, worker=name)
+    ours.__cause__ = error
+    return ours
 
 
 def raise_failed(failed: dict[str, WTransferError], num_calls: int) -> None:

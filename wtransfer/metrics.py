@@ -279,6 +279,11 @@ class RoundCollector:
             "Joined workers that hold the last version",
             value=sum(each.fingerprint == fleet.fingerprint for each in workers),
         )
+        yield core.GaugeMetricFamily(
+            "wtransfer_hosts_absent",
+            "Named hosts whose workers have not all joined",
+            value=len(fleet.absent),
+        )
         if (now := fleet.round) is not None:
             by_phase = {"phase": now.phase}
             yield _gauge("wtransfer_round_age_seconds", "Age of a round", now.age_s, by_phase)

@@ -105,6 +105,10 @@ def test_fleet_of_which_one_is_behind_one_is_killed_and_one_restarted(start, unt
         again = start("--name", "w1", "--join", publisher.address).until_ready()
         until(lambda: held(document(*of_publisher)).get("w1") == ("v1", "serving"))
         read = document(*of_publisher, to=[first, again])
+        # The host that was named is absent, whoever has taken the name of its worker.
+        assert (read["code"], len(read["workers"]), read["lost"]) == (UNREACHABLE, 2, [])
+        publisher.remove(second.url)
+        read = document(*of_publisher, to=[first, again])
         assert (read["code"], len(read["workers"]), read["lost"]) == (0, 2, [])
 
 

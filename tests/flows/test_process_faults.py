@@ -174,7 +174,7 @@ def test_lost_worker_is_left_out_where_that_is_allowed(flow, fault):
     report = fleet.trainer.answer()
     assert fleet.trainer.ended - struck_at < fleet.soon_s
     outcome = report["workers"][victim.name]["outcome"]
-    assert (report["outcome"], outcome) == ("committed", "dropped")
+    assert (report["ok"], report["outcome"], outcome) == (False, "mixed", "dropped")
     assert victim.name in report["text"]
     fleet.holds_new_version(rest, victim, how)
 

@@ -527,7 +527,7 @@ def test_manifest_is_sent_whole_when_it_is_new_and_named_afterwards(engines, mai
 @pytest.mark.parametrize(
     "place",
     [
-        {},  # taken
+        {"num_ranks": 2},  # taken
         {"instance": "other", "rank": 1},
         {"instance": "other", "rank": -1},
         {"instance": "other", "num_ranks": 0},

@@ -56,11 +56,13 @@ ADVICE = {
     "discarded": "it is on its old version, whole: its host declined the update; push again",
     "empty": "it holds no whole version and must not serve: restart it, then push again",
     "lost": "it was lost, so what it holds is not known: look at it, then push again",
-    "dropped": "it did not join, or was lost before the commit: start it, then push again",
+    "dropped": "it was absent, refused, or was lost before the commit: start it, then push again",
     "behind": "it took no part, or ranks of its instance are missing: push again",
 }
 """Advice about a worker that did not commit, by its outcome."""
 
+NOT_EVERYWHERE = 3
+"""Exit code: committed, but not by every worker and host."""
 _COLUMNS = ("worker", "host", "outcome", "holds", "digests", "MB")
 _NUM_TEXT_COLUMNS = 5
 
@@ -113,7 +115,8 @@ def push(**arguments: Any) -> None:
 
     DIR is a folder of safetensors files, or one such file. The workers must know the same token,
     from --token-file or WTRANSFER_TOKEN. The exit code is 0 only if every worker has proven that
-    it has the weights; 1 if any has not, 2 on a usage error.
+    it has the weights; 3 if some have and another, or a host that was dropped, has not; 1 if none
+    has, 2 on a usage error.
     """
     order = _Order(**arguments)
     outcome = _Outcome(order)
@@ -328,35 +331,34 @@ class _Outcome:
 
     @property
     def code(self) -> int:
-        ok = self.report is not None and not self._problems()
-        return (0 if ok else 1) if self.exit_code is None else self.exit_code
+        if self.exit_code is not None:
+            return self.exit_code
+        report = self.report
+        if report is None or not any(self._is_held_by(each) for each in report.workers):
+            return 1
+        return 0 if report.ok else NOT_EVERYWHERE
 
     def _word(self) -> str:
         if self.report is None:
             return "failed" if self.exit_code is None else "interrupted"
-        if self._problems():
-            return "mixed"
-        return "verified" if self.report.dry_run else "committed"
+        return self.report.outcome
 
-    def _problems(self) -> dict[str, str]:
-        """Return worker -> problem and advice, unless it has committed (dry run: verified)."""
-        if self.report is None:
-            return {}
-        found = {}
-        for each in self.report.workers:
-            if each.outcome == "behind" and each.worker not in self.hosts.values():
-                # One that joined by itself, too late for this round.
-                continue
-            expected = "verified" if self.report.dry_run else "committed"
-            current = self.report.dry_run or each.fingerprint == self.report.fingerprint
-            if each.outcome != expected or not each.digests_equal or not current:
+    def _is_held_by(self, each: WorkerReport) -> bool:
+        """Return whether a worker holds the update; after a dry run, whether it has verified it."""
+        assert self.report is not None
+        return each.digests_equal if self.report.dry_run else each in self.report.holders
+
+    def _problems(self) -> list[tuple[WorkerReport, str]]:
+        """Return problem and advice of each worker and host that does not hold the update.
+
+        Workers that joined by themselves and do not count are none: they are in the table.
+        """
+        found = []
+        for each in self.report.workers if self.report is not None else ():
+            if not self._is_held_by(each) and each.outcome not in ("behind", "gone"):
                 why = f" ({each.error})" if each.error is not None else ""
                 other = "its digests are others than those that were sent"
-                found[each.worker] = f"{each.outcome}: {ADVICE.get(each.outcome, other)}{why}"
-        reported = {each.worker for each in self.report.workers}
-        for worker in filter(None, self.hosts.values()):
-            if worker not in reported:
-                found[worker] = f"lost: {ADVICE['lost']}"
+                found.append((each, f"{each.outcome}: {ADVICE.get(each.outcome, other)}{why}"))
         return found
 
     def _host_of(self, worker: str) -> str | None:
@@ -377,16 +379,14 @@ class _Outcome:
                 # Users know the URL that they wrote, and errors the worker's own name.
                 text += f" ({worker} is {host})"
             click.echo("\n".join(map(printable, text.split("\n"))), err=True)
-        for worker, problem in self._problems().items():
+        for each, problem in self._problems():
             text = "\n".join(map(printable, problem.split("\n")))
-            host = self._host_of(worker)
-            named = worker if host is None else f"{host} ({worker})"
-            click.echo(f"{printable(named)}  {text}", err=True)
+            click.echo(f"{printable(each.label)}  {text}", err=True)
 
     def _document(self) -> dict[str, Any]:
         order, report = self.order, self.report
         document: dict[str, Any] = {
-            "ok": report is not None and not self._problems(),
+            "ok": report is not None and report.ok,
             "outcome": self._word(),
             "label": order.version,
             "dry_run": order.dry_run,
@@ -405,10 +405,10 @@ class _Outcome:
                 "seconds": report.seconds,
                 "packed_s": report.packed_s,
                 "nonfinite": report.nonfinite,
-                "problems": self._problems(),
+                "problems": {each.worker: text for each, text in self._problems()},
             }
         workers = [
-            vars(each) | {"host": self._host_of(each.worker), "error": _described(each.error)}
+            vars(each) | {"error": _described(each.error)}
             for each in (report.workers if report is not None else ())
         ]
         return document | {"workers": workers}
@@ -437,7 +437,7 @@ class _Outcome:
     def _cells(self, each: WorkerReport, stages: Sequence[str]) -> tuple[str, ...]:
         return (
             printable(each.worker),
-            printable(self._host_of(each.worker) or "-"),
+            printable(each.host or "-"),
             each.outcome,
             printable(each.version or "-"),
             "equal" if each.digests_equal else "-",

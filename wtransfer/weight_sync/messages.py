@@ -102,6 +102,11 @@ def _first(lines: list[str]) -> list[str]:
     return kept
 
 
+DRAINED = "was told to leave its publisher, and joins again only when it is invited by hand"
+"""Words of the refusal of a host that its operator has drained; across every serving engine's own
+routes an error is text."""
+
+
 class Hello(msgspec.Struct, frozen=True):
     """W: identity and weights of this worker. Sent first, after every (re)connection."""
 

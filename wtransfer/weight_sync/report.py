@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
     from wtransfer.errors import WTransferError
 
-_LEFT_OUT = ("dropped", "behind")
+_DO_NOT_COUNT = ("behind", "gone")
+"""Outcomes of workers that joined by themselves, and that `Report.ok` does not wait for."""
+_LEFT_OUT = ("dropped", *_DO_NOT_COUNT)
 _RESTORED = ("restored", "reverted", "discarded")
 _NUM_NAMED = 4
 """Workers that an error names; its report has all."""
@@ -70,8 +72,9 @@ class WorkerReport:
     from the call in which it was); ``restored``, ``reverted`` or ``discarded`` (on its
     old version, whole); ``empty`` (must not serve); ``lost`` (gone after the commit was sent, its
     weights unknown); ``dropped`` (left out of the round: the worker or a rank of its instance was
-    lost before the commit, or its host, which is named instead, has not joined); ``behind``
-    (joined, but no part of the round: to be brought up to date)."""
+    lost or refused the plan before the commit, or its host was absent when the round began);
+    ``behind`` (joined by itself, and not yet brought up to date: too late for the round, or left
+    out of it); ``gone`` (joined by itself, had held a version, and has not come back)."""
     version: str | None
     """Label of the weights held now."""
     fingerprint: str
@@ -86,6 +89,13 @@ class WorkerReport:
     """Notes of the worker's `Accept`."""
     error: WTransferError | None = None
     """Why the worker did not commit."""
+    host: str | None = None
+    """Host by which it joined, as the user wrote it; None: it joined by itself."""
+
+    @property
+    def label(self) -> str:
+        """Name for people: the host, as they wrote it, and the worker behind it."""
+        return self.worker if self.host in (None, self.worker) else f"{self.host} ({self.worker})"
 
 
 @dataclass(frozen=True)
@@ -101,7 +111,7 @@ class Report:
     nbytes: int
     """Bytes of the update."""
     workers: tuple[WorkerReport, ...]
-    """Every worker that is known, and every host that was left out."""
+    """Every worker that took part, every named host, late joiners, and workers that are gone."""
     seconds: dict[str, float]
     """Seconds by phase: init, plan, transfer, prepare, commit and finish, which add up to total."""
     packed_s: float
@@ -114,7 +124,7 @@ class Report:
 
     @property
     def outcome(self) -> str:
-        """``committed`` if every worker holds the update, else ``mixed``; ``verified``: a dry run.
+        """``committed`` if the report is `ok`, else ``mixed``; ``verified``: a dry run.
 
         A round that not every worker has verified raises and has no report.
         """
@@ -124,28 +134,38 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """True if every worker of the round has proven that it holds the update.
+        """True if every named host and every worker of the round has proven to hold the update.
 
-        After a dry run: that it has received the update. Workers dropped from the round, and
-        joiners that came too late for the round, are named in the report and do not count.
+        After a dry run: to have received it. Workers that joined by themselves do not
+        count if they came too late, were left out before they had held a version, or have left:
+        ``min_workers`` guards against that.
         """
-        takes_part = [w for w in self.workers if w.outcome not in _LEFT_OUT]
+        return self.is_ok(left_out=False)
+
+    def is_ok(self, *, left_out: bool) -> bool:
+        """Return whether the report is `ok`; with `left_out`, but for what was dropped."""
+        skipped = _LEFT_OUT if left_out else _DO_NOT_COUNT
+        counted = [each for each in self.workers if each.outcome not in skipped]
         if self.dry_run:
-            return all(each.digests_equal for each in takes_part)
-        return all(map(self._is_held_by, takes_part))
+            return all(each.digests_equal for each in counted)
+        return all(map(self._is_held_by, counted))
 
     @property
     def holders(self) -> tuple[WorkerReport, ...]:
         """Workers that have proven that they hold the update, after a commit."""
         return tuple(filter(self._is_held_by, self.workers))
 
-    def raise_unless_ok(self) -> Report:
+    def raise_unless_ok(self, *, left_out: bool = False) -> Report:
         """Return this report if it is `ok`: for a caller that goes on with every worker or stops.
 
+        Args:
+            left_out: True to accept that hosts or workers were dropped
+                (``on_lost_worker="drop"``).
+
         Raises:
-            CommitError: A worker of the round does not hold the update.
+            CommitError: A named host, or a worker of the round, does not hold the update.
         """
-        if not self.ok:
+        if not self.is_ok(left_out=left_out):
             raise commit_error(self)
         return self
 
@@ -158,7 +178,7 @@ class Report:
         """
         phases = {phase: s for phase, s in self.seconds.items() if phase != "total"}
         named = [("publisher", phases)]
-        named += [(each.worker, each.seconds) for each in self.workers if each.seconds]
+        named += [(each.label, each.seconds) for each in self.workers if each.seconds]
         # A worker may be on another host: its numbers are any, NaN too, and its names any text.
         bars = [
             (
@@ -184,6 +204,8 @@ class Report:
     def _is_held_by(self, each: WorkerReport) -> bool:
         return (
             each.outcome == "committed"
+            # A named host that was lost since may be back on the weights that it starts with.
+            and (each.host is None or each.error is None)
             and each.digests_equal
             and each.fingerprint == self.fingerprint
         )
@@ -215,7 +237,7 @@ def _line(each: WorkerReport) -> str:
         why = f"  it committed, and was lost afterwards: {each.error}"
     elif each.error and each.outcome == "lost":
         why = f"  which version it holds it says when it joins again: {each.error}"
-    return f"  {each.worker}  {each.outcome}  holds {each.version}  {proof}  {stages}{why}"
+    return f"  {each.label}  {each.outcome}  holds {each.version}  {proof}  {stages}{why}"
 
 
 def _why(each: WorkerReport) -> str:
@@ -231,12 +253,13 @@ def _why(each: WorkerReport) -> str:
 def commit_error(report: Report) -> CommitError:
     """Return the error of a round whose commit has not brought its update to every worker."""
     holders = report.holders
-    num, total = len(holders), len(report.workers)
+    num = len(holders)
+    total = sum(each in holders or each.outcome not in _DO_NOT_COUNT for each in report.workers)
     head = f"{num} of {total} workers hold" if num else "no worker holds"
     missed = [each for each in report.workers if each not in holders]
-    # Last: workers that took no part, or were lost before the commit.
+    # Last: those that took no part, or were lost before the commit.
     missed.sort(key=lambda each: each.outcome in _LEFT_OUT)
-    lines = [f"\n  {each.worker} {each.outcome}{_why(each)}" for each in missed[:_NUM_NAMED]]
+    lines = [f"\n  {each.label} {each.outcome}{_why(each)}" for each in missed[:_NUM_NAMED]]
     if len(missed) > _NUM_NAMED:
         lines.append(f"\n  and {len(missed) - _NUM_NAMED} more")
     return CommitError(

@@ -33,6 +33,8 @@ from wtransfer.weight_sync.http.client import HttpClient
 from wtransfer.weight_sync.messages import Hello
 from wtransfer.weight_sync.trainer import coordinator
 from wtransfer.weight_sync.trainer.endpoints import Endpoints
+from wtransfer.weight_sync.trainer.fleet_state import FleetState
+from wtransfer.weight_sync.trainer.membership import Membership
 from wtransfer.weight_sync.trainer.round_handle import Round
 from wtransfer.weight_sync.worker.session import ServingHost
 from wtransfer.weight_sync.worker.target import StateDictTarget
@@ -69,16 +71,18 @@ def absent():
     return "unix:@wt-test-absent"
 
 
-def test_two_workers_of_one_name_are_refused(weights):
-    class Namesake:
-        def __init__(self, name):
-            self.name = name
-
-        def init_weight_transfer_engine(self, init_info):
-            return {"worker": "same"}
-
-    with pytest.raises(HostsError, match="a and b both call their worker 'same'"):
-        Publisher(weights, hosts=[Namesake("a"), Namesake("b")], deadline_s=0.2)
+def test_two_workers_of_one_name_are_numbered(start_worker, weights):
+    workers = [start_worker(name="same") for _ in range(2)]
+    with Publisher(weights, hosts=[each.address for each in workers]) as publisher:
+        report = publisher.publish("v1")
+        assert report.ok
+        assert {each.worker for each in report.workers} == {"same", "same#2"}
+        assert {each.host for each in report.workers} == {each.address for each in workers}
+        # The proof of one does not count for the other.
+        workers[0].close()
+        with pytest.raises(HostsError, match=f"{workers[0].address} is absent"):
+            publisher.publish("v2")
+    assert [contents(each.tensors) for each in workers] == [contents(weights)] * 2
 
 
 def test_all_workers_have_joined_when_the_publisher_is_made(start_worker, weights):
@@ -146,10 +150,11 @@ def test_missing_hosts_are_left_out_and_reported_where_the_rules_say_so(
     hosts = [good.address, stranger.address, absent]
     with Publisher(weights, hosts=hosts, on_lost_worker="drop") as publisher:
         assert publisher.hosts == {good.address: "w0"}
-        assert f"{absent} is left out until it is invited again: cannot reach" in caplog.text
+        assert f"{absent} is absent, and asked again until it joins: cannot reach" in caplog.text
         round_ = publisher.publish("v1", wait=False)
         for report in (round_.result(PATIENCE_S), publisher.publish("dry", dry_run=True)):
-            assert report.ok
+            assert not report.ok
+            assert report.raise_unless_ok(left_out=True) is report
             _, *left_out = report.workers
             assert {each.worker: type(each.error) for each in left_out} == {
                 stranger.address: AuthenticationError,
@@ -207,10 +212,11 @@ def test_token_in_the_url_of_a_serving_engine_is_warned_of(caplog):
         def get_world_size(self):
             return 1
 
-    endpoints = Endpoints("shared", 1.0)
+    endpoints = Endpoints("shared", 1.0, Membership(on_join=None))
+    endpoints.start("unix:@p", "shared")
     urls = ["http://wtransfer:s3cret@127.0.0.1:9", "http://127.0.0.1:10"]
-    endpoints.add([Engine(url, "shared") for url in urls])
-    endpoints.register("unix:@p", "shared")
+    endpoints.invite([Engine(url, "shared") for url in urls], may_drop=False)
+    endpoints.stop()
     (record,) = caplog.records
     assert "the token in the URL of http://127.0.0.1:9 is of no use" in record.getMessage()
     assert "WTRANSFER_TOKEN of its own environment" in record.getMessage()
@@ -231,10 +237,9 @@ def test_worker_that_claims_to_have_joined_is_missed(weights):
         def init_weight_transfer_engine(self, init_info):
             return {"worker": self.worker}
 
-    with pytest.raises(NoWorkersError, match=r"elsewhere did not join within 0\.2 s"):
-        Publisher(weights, hosts=[Liar("elsewhere")], deadline_s=0.2)
-    with pytest.raises(NoWorkersError, match=r"liar did not join within 0\.2 s"):
-        Publisher(weights, hosts=[Liar(None)], deadline_s=0.2)
+    for worker in ("elsewhere", None):
+        with pytest.raises(NoWorkersError, match=r"liar did not join within 0\.2 s"):
+            Publisher(weights, hosts=[Liar(worker)], deadline_s=0.2)
 
 
 class Engine:
@@ -258,10 +263,12 @@ class Engine:
             self.get_world_size = lambda: says
         self.late, self.late_s, self.host_ranks = late, None, None
         self.sessions, self.invited, self.calls = [], [], []
-        self.error = None
+        self.error, self.is_down = None, False
 
     def init_weight_transfer_engine(self, init_info):
         self.invited.append(init_info)
+        if self.is_down:
+            raise PeerLostError(f"{self.name} is down")
         for number in range(len(self.sessions), len(self.replicas) - self.late):
             self.bring(number)
         if self.late_s is not None:
@@ -275,7 +282,8 @@ class Engine:
             commit="copy",
             serving_host=ServingHost(num_ranks=self.host_ranks),
         )
-        session.join(**self.invited[-1]["wtransfer"])
+        where = self.invited[-1]["wtransfer"]
+        session.join(where["address"], token=where.get("token"), host=where["host"])
         self.sessions.append(session)
 
     def start_weight_update(self):
@@ -386,7 +394,9 @@ def test_call_that_does_not_return_is_reported_though_its_worker_has_committed(
         assert (report.outcome, other.outcome, left.outcome) == ("mixed", "committed", "pending")
         assert (left.version, left.fingerprint) == ("v1", report.fingerprint)
         assert isinstance(left.error, StallError)
-        with pytest.raises(CommitError, match=r"late-0 pending: late did not return within 0\.5 s"):
+        with pytest.raises(
+            CommitError, match=r"late \(late-0\) pending: late did not return within 0\.5 s"
+        ):
             report.raise_unless_ok()
         # It has nothing left to apply, so it takes the next update.
         late.may_return.set()
@@ -467,7 +477,9 @@ def test_round_of_a_host_that_is_gone_raises_its_error(engines, weights, dead_ur
     with Publisher(weights, hosts=engines[:1], deadline_s=600) as publisher:
         report = report_of(publisher.publish("v1", wait=False).result, PATIENCE_S)
     assert [each.outcome for each in report.workers] == ["pending"]
-    with pytest.raises(CommitError, match=f"engine-0-0 pending: cannot reach {gone.name}"):
+    with pytest.raises(
+        CommitError, match=rf"engine-0 \(engine-0-0\) pending: cannot reach {gone.name}"
+    ):
         report.raise_unless_ok()
 
 
@@ -637,12 +649,15 @@ def test_restarted_endpoint_is_found_by_invite(start_worker, weights, until):
 
 def test_endpoint_can_be_added(start_worker, weights, absent):
     first, second = start_worker(), start_worker()
-    with Publisher(weights, hosts=[first.address]) as publisher:
+    with Publisher(weights, hosts=[first.address], return_s=0.1) as publisher:
         publisher.invite(second.address)
         assert len(publisher.publish("v1").workers) == 2
         with pytest.raises(PeerLostError):
             publisher.invite(absent)
-        # Those that are there are not troubled by one that is not.
+        # It is on the list, so it counts until it is taken off.
+        with pytest.raises(HostsError, match=f"1 of 3 hosts are absent.*\n  {absent} is absent"):
+            publisher.publish("v2")
+        publisher.remove(absent)
         assert publisher.publish("v2").ok
 
 
@@ -653,10 +668,11 @@ def test_remote_endpoint_may_dial_an_address_of_this_host():
         def init_weight_transfer_engine(self, init_info):
             return {}
 
-    endpoints = Endpoints(None, 1.0)
-    endpoints.add([Remote()])
-    endpoints.register("tcp:192.0.2.7:4000", "t")
-    assert endpoints.workers == {"far": None}
+    endpoints = Endpoints(None, 1.0, Membership(on_join=None))
+    endpoints.start("tcp:192.0.2.7:4000", "t")
+    endpoints.invite([Remote()], may_drop=False)
+    endpoints.stop()
+    assert endpoints.state.hosts["far"].has_joined
 
 
 @pytest.mark.parametrize("listen", [None, "tcp:127.0.0.1:0", "tcp:0.0.0.0:0"])
@@ -715,13 +731,12 @@ def test_every_rank_behind_a_worker_that_answers_for_all_is_waited_for(
 ):
     made, judged = [], []
 
-    def noted(endpoints, joined, whole):
-        found = judge(endpoints, joined, whole)
-        judged.append((joined, found))
-        return found
+    def noted(state, joined, whole, now):
+        judge(state, joined, whole, now)
+        judged.append((joined, state.absent()))
 
-    judge = Endpoints.incomplete
-    monkeypatch.setattr(Endpoints, "incomplete", noted)
+    judge = FleetState.look
+    monkeypatch.setattr(FleetState, "look", noted)
     with WorkerServer(ranks[0], listen=f"unix:@wt-test-{secrets.token_hex(8)}") as server:
         inviting = threading.Thread(
             target=lambda: made.append(Publisher(weights, hosts=[server.url], deadline_s=10))
@@ -753,19 +768,23 @@ def hello(instance, rank, host_ranks, num_ranks=2):
     )
 
 
+def missing(joined, whole):
+    state = FleetState(set())
+    state.add("h", 0.0)
+    state.look(joined, whole, 1.0)
+    return [f"{host.name}{host.ranks}" for host in state.absent()]
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_endpoint_has_the_most_ranks_that_a_worker_behind_it_has_told_of(order):
     joined = [hello("i", 0, 4), hello("i", 1, 2)][::order]
-    assert [str(each) for each in Endpoints(None, 1.0).incomplete(joined, joined)] == [
-        "h (2 of 4 ranks)"
-    ]
+    assert missing(joined, joined) == ["h (2 of 4 ranks)"]
 
 
 def test_ranks_of_an_instance_that_is_not_complete_are_not_counted():
     joined = [hello("i", 0, 2), hello("j", 0, 2, num_ranks=3)]
-    found = Endpoints(None, 1.0).incomplete(joined, joined[:1])
-    assert [str(each) for each in found] == ["h (1 of 2 ranks)"]
-    assert Endpoints(None, 1.0).incomplete(joined, joined) == []
+    assert missing(joined, joined[:1]) == ["h (1 of 2 ranks)"]
+    assert missing(joined, joined) == []
 
 
 @pytest.mark.usefixtures("patient_connections")
@@ -776,20 +795,22 @@ def test_a_replica_that_does_not_come_is_missed_by_address_and_number(serve, wei
     assert f"{server.name} (1 of 2 ranks) did not join within 0.3 s" in caught.value.message
 
 
-def test_no_round_begins_without_a_replica_that_was_lost(serve, weights, until, judged):
+def test_no_round_begins_without_a_replica_that_was_lost(serve, weights, until):
     server = serve(2, 2)
-    with Publisher(weights, hosts=[server]) as publisher:
+    with Publisher(weights, hosts=[server], return_s=0.1) as publisher:
         assert publisher.publish("v1").ok
+        server.is_down = True
         server.sessions.pop().close()
         until(lambda: len(publisher.workers()) == 1)
         before = [contents(each) for each in server.replicas]
         weights["layer.0"] += 1
-        lost = r"\(1 of 2 ranks\): the rest was lost"
-        with judged(publisher, 0.5), pytest.raises(NoWorkersError, match=lost):
+        lost = r"engine-0 is absent for [0-9.]+ s \(1 of 2 ranks\): engine-0 is down"
+        with pytest.raises(HostsError, match=lost):
             publisher.publish("v2")
         # Both go on with the same, and the one that comes back is part of the next round.
         assert [contents(each) for each in server.replicas] == before
-        server.bring(1)
+        server.is_down = False
+        until(lambda: [each.version for each in publisher.workers()] == ["v1", "v1"])
         assert publisher.publish("v3").ok
     assert [contents(each) for each in server.replicas] == [contents(weights)] * 2
 
@@ -798,19 +819,31 @@ def test_rounds_go_on_without_a_lost_replica_where_the_rules_say_so(serve, weigh
     server = serve(2, 2)
     with Publisher(weights, hosts=[server], on_lost_worker="drop") as publisher:
         assert publisher.publish("v1").ok
+        server.is_down = True
         server.sessions.pop().close()
         until(lambda: len(publisher.workers()) == 1)
-        assert [each.worker for each in publisher.publish("v2").workers] == ["engine-0-0"]
+        report = publisher.publish("v2")
+    assert {each.worker: each.outcome for each in report.workers} == {
+        "engine-0-0": "committed",
+        "engine-0": "dropped",
+    }
+    assert not report.ok
 
 
-def test_a_server_that_is_gone_as_a_whole_does_not_stop_the_others(serve, weights, until):
+def test_a_server_that_is_gone_as_a_whole_ends_the_round_until_it_is_removed(serve, weights, until):
     stays, goes = serve(2, 2), serve(2, 2)
-    with Publisher(weights, hosts=[stays, goes], deadline_s=5) as publisher:
+    with Publisher(weights, hosts=[stays, goes], return_s=0.1) as publisher:
         assert len(publisher.publish("v1").workers) == 4
+        goes.is_down = True
         while goes.sessions:
             goes.sessions.pop().close()
         until(lambda: len(publisher.workers()) == 2)
-        assert len(publisher.publish("v2").workers) == 2
+        with pytest.raises(HostsError, match=r"engine-1 is absent for .* \(0 of 2 ranks\)"):
+            publisher.publish("v2")
+        assert {each.version for each in publisher.workers()} == {"v1"}
+        publisher.remove(goes)
+        report = publisher.publish("v2")
+        assert (report.ok, len(report.workers)) == (True, 2)
 
 
 @pytest.mark.parametrize("says", [None, 2])

@@ -160,7 +160,6 @@ def test_invalid_publisher_option_is_refused_at_once(weights, name, value):
 def test_a_model_of_another_form_is_refused_before_any_byte_moves(fleet, engine, weights, faults):
     made = fleet(weights, engine=engine)
     fitting = made.join()
-    assert made.publish("v1").ok
     before = fitting.contents
     other = like(weights)
     other["layer.1"] = torch.zeros(4, 3)
@@ -170,7 +169,7 @@ def test_a_model_of_another_form_is_refused_before_any_byte_moves(fleet, engine,
     # Would fire with the first tensor that moves.
     faults.arm(Fault("drop", tensor=0))
     with pytest.raises(SchemaError, match="does not fit the target in 4 of its names") as caught:
-        made.publish("v2")
+        made.publish("v1")
     assert faults.fired == []
     assert caught.value.mismatches == [
         "layer.1: wanted float32 [4, 3], got float32 [3, 4]",
@@ -183,7 +182,7 @@ def test_a_model_of_another_form_is_refused_before_any_byte_moves(fleet, engine,
     assert misfit.session.state == "fresh"
     made.leave(misfit)
     faults.disarm()
-    assert made.publish("v3").ok
+    assert made.publish("v2").ok
 
 
 class Huge(StateDictSource):

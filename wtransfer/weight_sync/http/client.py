@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     import httpx
 
 TIMEOUT_S = 30.0
+CONNECT_S = 2.0
+"""Longest time for a connection, in seconds; an endpoint that is there takes far less."""
 MAX_RESPONSE_NBYTES = 64 << 20
 """Longest response: the digests of as many tensors as an update may have."""
 
@@ -215,7 +217,7 @@ class HttpClient:
         if self.url.socket is not None:
             # httpcore leaves the socket of a failed connect to the garbage collector.
             with socket.socket(socket.AF_UNIX) as probe:
-                probe.settimeout(deadline.seconds)
+                probe.settimeout(min(CONNECT_S, deadline.seconds))
                 try:
                     probe.connect(self.url.socket)
                 except OSError as error:
@@ -233,7 +235,7 @@ class HttpClient:
                 transport=transport,
                 base_url=self.url.base_url,
                 headers=headers,
-                timeout=deadline.seconds,
+                timeout=httpx.Timeout(deadline.seconds, connect=min(CONNECT_S, deadline.seconds)),
             ) as client:
                 cut_off.start()
                 with client.stream(
@@ -301,7 +303,7 @@ class HttpClient:
         return bytes(raw)
 
     def _lost(self, error: Exception, request: str, deadline: Deadline) -> WTransferError:
-        if deadline.expired:  # as it is at every time-out: none is shorter
+        if deadline.expired:
             return StallError(
                 f"{self.name} did not answer {request} within {deadline.seconds:g} s; it may be "
                 "stopped or busy: look at its log, or allow more time",

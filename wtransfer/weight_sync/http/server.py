@@ -56,7 +56,7 @@ from wtransfer.errors import (
 )
 from wtransfer.transport.address import ListeningSocket, check_same_user
 from wtransfer.transport.handshake import new_token, refusals, resolve_token
-from wtransfer.weight_sync.messages import ErrorInfo
+from wtransfer.weight_sync.messages import DRAINED, ErrorInfo
 
 try:
     import h11
@@ -343,6 +343,8 @@ class _Registration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Its secret, where that is another than the worker's."""
     host: str | None = None
     """The publisher's name for this endpoint."""
+    again: bool = False
+    """True if the publisher asks by itself, as it does while the worker is absent."""
     leave: bool = False
     """True to leave the publisher."""
 
@@ -426,6 +428,10 @@ class _Routes:
         self._paused: str | None = None
         self._lock = threading.Lock()
         self._registered: PublisherConnection | Follower | None = None
+        self._host: str | None = None
+        """Name of this endpoint that the publisher of `_registered` has used."""
+        self._is_drained = False
+        """True from a request to leave until the next invitation by hand."""
 
     def app(self) -> Starlette:
         """Return the ASGI application."""
@@ -464,6 +470,7 @@ class _Routes:
         """Leave the publisher that a request has named; return its address, if there is one."""
         with self._lock:
             left = self._leave()
+            self._is_drained = True
             return [] if left is None else [left]
 
     async def _init(self, request: Request) -> JSONResponse:
@@ -482,7 +489,8 @@ class _Routes:
             left = await _in_thread(lambda: self._deregister(publisher.address))
             return self._done("done", left=[publisher.address] if left else [])
         await _in_thread(lambda: self._register(publisher))
-        return self._done(f"joined publisher {publisher.address}")
+        instance = self._session.status().instance
+        return self._done(f"joined publisher {publisher.address}", instance=instance)
 
     async def _shutdown(self, request: Request) -> JSONResponse:
         await _read(request, _NoBody)
@@ -583,14 +591,23 @@ class _Routes:
     def _register(self, publisher: _Registration) -> None:
         """Join a publisher and wait until it is reached; idempotent."""
         with self._lock:
+            if publisher.again and self._is_drained:
+                raise ClosedError(f"{self._worker} {DRAINED}", worker=self._worker)
+            self._is_drained = False
             if self._registered is not None and not self._registered.connected:
                 # A publisher that was lost is dead, or registers again, perhaps with a new token.
                 self._leave()
             joined = self._joined.at(publisher.address)
+            if joined is not None and joined is self._registered and self._host != publisher.host:
+                raise RoundBusyError(
+                    f"{self._worker} has joined this publisher as {self._host}; name it once",
+                    worker=self._worker,
+                )
             if joined is None:
                 token = publisher.token or self._token
                 self._session.join(publisher.address, token=token, host=publisher.host)
                 joined = self._registered = self._joined.current
+                self._host = publisher.host
                 assert joined is not None
             try:
                 self._await_connected(joined)

@@ -16,15 +16,12 @@ from wtransfer.weight_sync.trainer.round_handle import Round
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from wtransfer.deadline import Deadline
     from wtransfer.weight_sync.trainer.coordinator import Coordinator, ProvenUpdate
     from wtransfer.weight_sync.trainer.membership import Membership
     from wtransfer.weight_sync.trainer.workers import Worker
 
 logger = logging.getLogger(__name__)
 
-JOINER_PATIENCE_S = 1.0
-"""Seconds that a new round waits for a worker that is just being brought up to date to commit."""
 MAX_ATTEMPTS = 3
 """Attempts in a row before a worker stays behind until the next round."""
 RETRY_S = 0.2
@@ -79,15 +76,16 @@ class CatchUp:
         ready = {n: ranks for n, ranks in joined.items() if not any(w.set_aside for w in ranks)}
         return ready if len(ready) >= self._min_workers else joined
 
-    def gives_way(self, resend: Coordinator, patience: Deadline) -> bool:
+    def gives_way(self, resend: Coordinator, *, is_patient: bool) -> bool:
         """Return True if a new round may begin now, beside a round that brings a late worker along.
 
         Until its commit is sent, such a round is called off: its worker can wait. After that its
-        worker is waited for until `patience` has expired; then it is set aside, if enough others
-        remain. It holds a verified set and has yet to apply it, which takes no trainer; it sends an
-        ack whenever it does. Other workers must not wait for a joiner that is slow to start.
+        worker is waited for while the new round `is_patient`; then it is set aside, if enough
+        others remain. It holds a verified set and has yet to apply it, which takes no trainer; it
+        sends an ack whenever it does. Other workers must not wait for a joiner that is slow to
+        start.
         """
-        late = resend.committing and patience.expired
+        late = resend.committing and not is_patient
         if not (late and self._enough_without(resend.members)):
             resend.abort("a new round begins")
             return False
@@ -117,13 +115,13 @@ class CatchUp:
             try:
                 return name, ranks, self._begin(proven, {name: ranks})
             except WTransferError as error:
-                logger.warning("catch-up of %s could not begin: %s", name, error)
+                ranks[0].log_once(f"catch-up of {name} could not begin", error)
                 return name, ranks, None
 
         while not isinstance(found := self._changed.wait_for(begun), bool):
             name, ranks, resend = found
             del found
-            if resend is not None and self._was_brought(name, resend):
+            if resend is not None and self._was_brought(name, ranks, resend):
                 continue
             with self._lock:
                 for worker in ranks:
@@ -131,15 +129,13 @@ class CatchUp:
                 delay_s = RETRY_S * max(worker.num_failed for worker in ranks)
             self._changed.wait_for(lambda: self._stopped, delay_s)
 
-    def _was_brought(self, name: str, resend: Coordinator) -> bool:
+    def _was_brought(self, name: str, ranks: list[Worker], resend: Coordinator) -> bool:
         """Wait for the end of a round; return True if it committed or was called off."""
         try:
             report = Round(resend).result()
         except WTransferError as error:
             if not resend.called_off:
-                # Only the text: a log handler that keeps records would keep the round alive, by
-                # the traceback.
-                logger.warning("catch-up of %s failed: %s", name, str(error))
+                ranks[0].log_once(f"catch-up of {name} failed", error)
             return resend.called_off
         own = [each for each in report.workers if each.instance == name]
         return all(each.outcome == "committed" for each in own)

@@ -25,6 +25,7 @@ from wtransfer.deadline import Deadline
 from wtransfer.errors import (
     CommitError,
     NonfiniteError,
+    PeerLostError,
     RoundAbortedError,
     StallError,
     WTransferError,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from wtransfer.transport.layout import TensorLayout
+    from wtransfer.weight_sync.report import WorkerInfo
     from wtransfer.weight_sync.trainer.engine_runner import EngineCall, EngineRunner, Origin
     from wtransfer.weight_sync.trainer.membership import Membership
     from wtransfer.weight_sync.trainer.round_state import Instance, RankAnswers
@@ -54,8 +56,13 @@ NonfinitePolicy = Literal["allow", "warn", "reject"]
 
 CAUSE_GRACE_S = 0.3
 """Seconds for the cause of a broken group to show, before the break itself counts as the cause."""
+JOINER_PATIENCE_S = 1.0
+"""Seconds that rounds wait for a worker that has joined by itself and never held a version, beyond
+their wait for the others; and for one that is just being brought up to date to commit."""
 ROLLBACK_GRACE_S = 1.0
 """Seconds that ranks get to roll back before the report is made; they go on afterwards."""
+
+_HELD = ("committed", "verified")
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,8 @@ class Rules:
     ``"reject"`` ends the round."""
     deadline_s: float = 30.0
     """Longest time without progress, in seconds."""
+    return_s: float | None = None
+    """Longest wait of a round for a named host that is absent, in seconds; None: the default."""
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -91,6 +100,12 @@ class Rules:
         if type(self.deadline_s) not in (int, float) or not 0 < self.deadline_s < math.inf:
             raise ValueError(
                 f"deadline_s is {self.deadline_s!r}, expected a finite number of seconds > 0"
+            )
+        if self.return_s is not None and not (
+            type(self.return_s) in (int, float) and 0 <= self.return_s < math.inf
+        ):
+            raise ValueError(
+                f"return_s is {self.return_s!r}, expected a finite number of seconds >= 0, or None"
             )
 
 
@@ -139,7 +154,9 @@ class Coordinator:
         proven: An update that was committed before and is sent again; None: the source's.
         instead: Source to send from; None: the user's source.
         dry_run: True to end when every worker has verified, without a commit.
-        missing: Hosts whose workers should take part and have not joined, and why.
+        is_gating: Returns whether the round waits for an instance, by its workers.
+        absent: Returns the named hosts whose workers have not all joined, and why. Called under the
+            lock, as the report is made.
         apply: Lets these hosts apply the committed update, where that takes a call; reports each
             host that has answered, and returns the errors of hosts whose call failed.
         on_planned: Called when the metadata of the source was read, on the round's thread.
@@ -159,7 +176,8 @@ class Coordinator:
         proven: ProvenUpdate | None = None,
         instead: WeightSource | None = None,
         dry_run: bool = False,
-        missing: Mapping[str, WTransferError],
+        is_gating: Callable[[list[Worker]], bool],
+        absent: Callable[[], Mapping[str, WTransferError]],
         apply: Callable[[str, set[str], Callable[[str], None]], dict[str, WTransferError]],
         on_planned: Callable[[Coordinator], None],
         on_packed: Callable[[], None],
@@ -183,7 +201,7 @@ class Coordinator:
         self._lock = self.changed = membership.changed
         self._rules = rules
         self._origin = origin
-        self._missing = missing
+        self._absent = absent
         self._apply = apply
         self._unanswered: set[str] = set()
         """Hosts that have not answered the call in which their workers apply the update."""
@@ -203,8 +221,8 @@ class Coordinator:
         self._num_waiting = 0
         self._waited_at = 0.0
         self._broken_at: float | None = None
-        self._grouped = origin.needs_generation
-        """True if all workers form one group, which the loss of one breaks."""
+        self._late_s = 0.0
+        """Seconds that the round has waited for joiners alone."""
         self.state = RoundState(
             self.round_id,
             version,
@@ -212,7 +230,9 @@ class Coordinator:
             send_to,
             min_instances=rules.min_workers,
             # In a group all are lost with one; the next round gives the rest another group.
-            may_drop=rules.on_lost_worker == "drop" and not self._grouped,
+            may_drop=rules.on_lost_worker == "drop",
+            is_gating=is_gating,
+            is_grouped=origin.needs_generation,
         )
         self._call_off: str | None = None
         """Why `abort` was called; the round's thread acts on it."""
@@ -363,7 +383,7 @@ class Coordinator:
                     report = self.report = self._make_report()
                     if not self.dry_run and not report.holders:
                         self.failure = commit_error(report)
-                    elif report.ok and not self.dry_run:
+                    elif report.is_ok(left_out=True) and not self.dry_run:
                         facts = {**self._identity(), "fingerprint": report.fingerprint}
                         self._notify("wtransfer_weights_committed", worker=None, **facts)
             except BaseException as error:
@@ -510,8 +530,7 @@ class Coordinator:
         self._supervise(send(self), "the transfer")
         with self._lock:
             # Every byte has arrived: no group is needed any more.
-            self._grouped = False
-            self.state.may_drop = self._rules.on_lost_worker == "drop"
+            self.state.is_grouped = False
         self._mark_packed()
 
     def _mark_packed(self) -> None:
@@ -648,20 +667,42 @@ class Coordinator:
         self.failure = failure
         if self._call is not None:
             self._runner.unblock(self._call, str(failure))
+        self._set_misfits_aside()
         self._membership.close(self.state)
         self._notify("wtransfer_round_aborted", error=failure, worker=None, **self._identity())
+
+    def _set_misfits_aside(self) -> None:
+        """Let later rounds go on without joiners that have ended this one, where all form a group.
+
+        Such a worker takes part again once it joins anew: no group can leave it out half way.
+        """
+        with self._lock:
+            for instance in self.state.instances if self.state.is_grouped else ():
+                error = next((each.error for each in instance.ranks if each.error), None)
+                if error is None or instance.gates:
+                    continue
+                for rank in instance.ranks:
+                    rank.worker.set_aside = True
+                    rank.worker.log_once(
+                        f"{rank.worker.name} has ended a round, and takes part in none until it "
+                        "joins anew",
+                        error,
+                    )
 
     # -- the waits
 
     def _await(self, done: Callable[[RankAnswers], bool], what: str) -> None:
         """Wait until `done` holds for every worker of the round; raise the error that ends it."""
         begun = time.monotonic()
+        late_since: float | None = None
 
         def all_done() -> bool:
+            nonlocal late_since
             self._check_state()
             waiting = [rank for rank in self.state.ranks() if not done(rank)]
             if waiting:
                 self._check_stall(waiting, begun, what)
+                late_since = self._leave_late_out(waiting, late_since, what)
             return not waiting
 
         with self._lock:
@@ -671,6 +712,7 @@ class Coordinator:
         finally:
             with self._lock:
                 self._num_waiting -= 1
+                self._late_s += 0.0 if late_since is None else _idle_s(late_since)
                 # The engine's own time counts from the end of the wait.
                 self._waited_at = time.monotonic()
 
@@ -711,6 +753,30 @@ class Coordinator:
                 self.state.abort(symptom)
                 raise symptom
 
+    def _leave_late_out(
+        self, waiting: list[RankAnswers], late_since: float | None, what: str
+    ) -> float | None:
+        """Go on without joiners that alone hold up the round, beyond a joiner's patience.
+
+        Returns:
+            Since when only joiners are waited for in this wait; None: others are.
+        """
+        late = [rank for rank in waiting if not self.state.gates(rank.worker)]
+        if len(late) < len(waiting):
+            return None
+        since = time.monotonic() if late_since is None else late_since
+        if self._late_s + _idle_s(since) > JOINER_PATIENCE_S:
+            for rank in late:
+                name = rank.worker.name
+                error = StallError(
+                    f"{name} was more than {JOINER_PATIENCE_S:g} s behind the others on {what}, "
+                    "and the round went on without it",
+                    seconds=JOINER_PATIENCE_S,
+                    worker=name,
+                )
+                self.state.leave_out(rank.worker, error)
+        return since
+
     def _check_stall(self, waiting: list[RankAnswers], begun: float, what: str) -> None:
         """Lose a worker that neither makes progress nor is fed by a trainer that does."""
         deadline_s = self._rules.deadline_s
@@ -718,7 +784,7 @@ class Coordinator:
         stalled = [rank for rank in waiting if _idle_s(rank.moved_at, fed_at) > deadline_s]
         if not stalled:
             return
-        if not self._grouped:
+        if not self.state.is_grouped:
             for rank in stalled:
                 name = rank.worker.name
                 self.state.lose(rank.worker, self._stall(name, what, worker=name))
@@ -765,21 +831,32 @@ class Coordinator:
         self._clock.lap("finish")
         self._clock.seconds["total"] = sum(self._clock.seconds.values())
         with self._lock:
+            self._note_left_out()
             fingerprint = self.proven.fingerprint
             workers = [
                 self._report_rank(instance, rank, fingerprint)
                 for instance in self.state.instances
                 for rank in instance.ranks
             ]
-            joined = self._membership.workers()
-            others = [w for w in joined if w not in self.members]
+            membership = self._membership
+            others = [
+                worker
+                for worker in membership.workers()
+                if worker not in self.members and worker.hello.host not in membership.without
+            ]
             workers += [_report_bystander(worker, fingerprint) for worker in others]
-            hosts = {worker.hello.host for worker in joined}
+            reported = {(each.instance, each.rank) for each in workers}
             workers += [
-                WorkerReport(host, host, 0, "dropped", None, "", error=error)
-                for host, error in self._missing.items()
-                # A host that answered too late, or was invited again, may have joined since.
-                if host not in hosts
+                _report_gone(info)
+                for info in membership.left()
+                if (info.instance, info.rank) not in reported
+            ]
+            told = {each.host for each in workers if each.error or each.outcome not in _HELD}
+            workers += [
+                WorkerReport(host, host, 0, "dropped", None, "", error=error, host=host)
+                for host, error in self._absent().items()
+                # Else the row of its worker says so.
+                if host not in told
             ]
         return Report(
             version=self.version,
@@ -793,11 +870,21 @@ class Coordinator:
             dry_run=self.dry_run,
         )
 
+    def _note_left_out(self) -> None:
+        """Note why joiners were left out of the round; each reason is logged once."""
+        for instance in self.state.instances:
+            if instance.dropped and not instance.gates:
+                error = next(each.error for each in instance.ranks if each.error)
+                for rank in instance.ranks:
+                    rank.worker.last_error = error.message
+                    text = f"{rank.worker.name} was left out of {self.version!r}"
+                    rank.worker.log_once(text, error)
+
     def _report_rank(self, instance: Instance, rank: RankAnswers, fingerprint: str) -> WorkerReport:
         worker, vote, ack = rank.worker, rank.vote, rank.ack
         error, outcome = rank.error, rank.outcome
         if instance.dropped:
-            outcome = "dropped"
+            outcome = "dropped" if instance.gates else "behind"
         elif self.dry_run:
             outcome = "verified"
         elif outcome == "committed" and worker.state == "empty":
@@ -824,6 +911,7 @@ class Coordinator:
             seconds={**(vote.seconds if vote else {}), **(ack.seconds if ack else {})},
             notes=rank.accept.notes if rank.accept else [],
             error=error,
+            host=worker.hello.host,
         )
 
     def _no_answer(self, host: str) -> StallError:
@@ -837,17 +925,36 @@ class Coordinator:
 
 
 def _report_bystander(worker: Worker, fingerprint: str) -> WorkerReport:
-    """Report a worker that joined after the plan, or whose instance is not complete."""
+    """Report a worker that joined after the plan, was set aside, or whose instance is torn."""
     # An equal fingerprint is an equal digest of every piece, proven in an earlier round.
     current = worker.fingerprint == fingerprint
+    host = worker.hello.host
+    outcome = "behind"
+    if current:
+        outcome = "committed"
+    elif worker.state == "pending" and (host is not None or worker.has_held):
+        outcome = "pending"
+    elif host is not None:
+        # A named host counts, also where it has come back too late.
+        outcome = "dropped"
     return WorkerReport(
         worker=worker.name,
         instance=worker.hello.instance,
         rank=worker.hello.rank,
-        outcome="committed" if current else "pending" if worker.set_aside else "behind",
+        outcome=outcome,
         version=worker.version,
         fingerprint=worker.fingerprint,
         digests_equal=current,
+        error=None if current or worker.refusal is None else worker.refusal,
+        host=host,
+    )
+
+
+def _report_gone(info: WorkerInfo) -> WorkerReport:
+    """Report a worker that joined by itself and has left."""
+    error = PeerLostError(f"{info.last_error}", worker=info.worker)
+    return WorkerReport(
+        info.worker, info.instance, info.rank, "gone", info.version, info.fingerprint, error=error
     )
 
 

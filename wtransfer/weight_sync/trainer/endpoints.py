@@ -1,168 +1,285 @@
-"""Register a publisher with the endpoints that lead to its workers."""
+"""Reach the hosts on a publisher's list: ask them to join, to apply an update, to leave."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass
+import threading
+import time
 from typing import TYPE_CHECKING, Any
 
-from wtransfer.calls import map_concurrently, raise_failed
-from wtransfer.errors import AddressError, HostsError, StallError, WTransferError
+from wtransfer.calls import host_error, map_concurrently, raise_failed, start_call
+from wtransfer.errors import AddressError, PeerLostError, StallError, WTransferError
 from wtransfer.transport.address import parse_address
 from wtransfer.weight_sync.http.client import HttpClient
+from wtransfer.weight_sync.messages import DRAINED
+from wtransfer.weight_sync.trainer.fleet_state import FleetState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from wtransfer.engines.interface import WeightSyncClient
-    from wtransfer.weight_sync.messages import Hello
+    from wtransfer.weight_sync.trainer.fleet_state import NamedHost
+    from wtransfer.weight_sync.trainer.membership import Membership
 
 logger = logging.getLogger(__name__)
 
 LEAVE_S = 1.0
-"""Longest time for endpoints to leave when their publisher closes, in seconds."""
+"""Longest time for hosts to leave when their publisher closes, in seconds."""
 _GRACE_S = 1.0
 
 
-@dataclass(frozen=True)
-class Incomplete:
-    """An endpoint of several ranks of which not every rank has joined."""
-
-    name: str
-    """The endpoint."""
-    some: bool
-    """True if any rank has joined, be it of an instance that is not complete."""
-    joined: int
-    """Ranks of complete instances."""
-    wanted: int
-    """Ranks behind the endpoint."""
-
-    def __str__(self) -> str:
-        if self.wanted == 1:
-            return self.name
-        return f"{self.name} ({self.joined} of {self.wanted} ranks)"
-
-
 class Endpoints:
-    """Lets the workers behind endpoints join one publisher, and leave it.
+    """Lets the workers behind hosts join one publisher, and leave it.
 
-    An endpoint that names its worker leads to that one. Any other endpoint is a serving engine,
-    with one or more workers that apply an update when the engine is called.
+    A host that names its worker leads to that one. Any other host is a serving engine, with one or
+    more workers that apply an update when the engine is called.
+
+    Absent hosts are asked by one thread, which begins with the first host; each question is a call
+    of its own, so that a host that does not answer holds up no other.
 
     Args:
         token: Token for URLs that carry none.
-        timeout_s: Longest time for an endpoint's answer, in seconds.
+        timeout_s: Longest time for a host's answer, in seconds.
+        membership: The joined workers, and the publisher's lock.
     """
 
-    def __init__(self, token: str | None, timeout_s: float) -> None:
-        self.workers: dict[str, str | None] = {}
-        """Endpoint that has joined -> its worker; None for a serving engine."""
-        self.missing: dict[str, WTransferError] = {}
-        """Endpoint that was asked last and has not joined -> its error."""
+    def __init__(self, token: str | None, timeout_s: float, membership: Membership) -> None:
+        self.state = FleetState(membership.without)
+        """Which hosts there are, and which of them are absent; guarded by the lock."""
         self._token = token
         self._timeout_s = timeout_s
+        self._membership = membership
+        self._changed = membership.changed
         self._clients: dict[str, Any] = {}
-        self._num_ranks: dict[str, int | None] = {}
+        self._publisher: dict[str, str] = {}
         self._asked: set[str] = set()
+        self._stopped = False
+        self._thread: threading.Thread | None = None
 
-    def add(self, hosts: Iterable[str | WeightSyncClient]) -> None:
-        """Add endpoints, to be asked by `register`.
-
-        Raises:
-            AddressError: A URL cannot be read.
-            ValueError: An endpoint was added before.
-        """
-        for host in hosts:
-            client: Any = host
-            if isinstance(host, str):
-                client = HttpClient(host, self._token, timeout_s=self._timeout_s)
-            name = str(getattr(client, "name", repr(client)))
-            if name in self._clients:
-                raise ValueError(f"host {name} is named twice; name each host once")
-            self._clients[name] = client
-
-    def register(self, address: str, token: str, *, may_drop: bool = False) -> None:
-        """Ask all endpoints at once to join a publisher; returns when all have answered.
+    def start(self, address: str, token: str) -> None:
+        """Ask hosts from now on.
 
         Args:
             address: The publisher's.
-            token: The publisher's; sent to endpoints that have another.
-            may_drop: True: endpoints that fail are left out, in `missing`, as long as one joins.
+            token: The publisher's; sent to hosts that have another.
+        """
+        self._publisher = {"address": address, "token": token}
+
+    def stop(self) -> None:
+        """Ask no further host; called under the lock."""
+        self._stopped = True
+        self._changed.notify_all()
+
+    # -- the list
+
+    def remove(self, host: str | WeightSyncClient) -> None:
+        """Take a host off the list, and tell it to leave.
 
         Raises:
-            AddressError: An endpoint is on another host, and could not dial the address.
-            HostsError: Several failed, or two name the same worker.
-            WTransferError: An endpoint cannot be reached, or refuses.
+            AddressError: A URL cannot be read.
+            LookupError: The host is not on the list.
         """
-        calls = {}
-        for name, client in self._clients.items():
-            _check_dialable(address, name, client)
-            publisher = {"address": address, "host": name}
-            if getattr(client, "token", None) != token:
-                publisher["token"] = token
-            calls[name] = functools.partial(_join, client, publisher)
-        # Before any answer: an endpoint that answers too late has joined all the same, and must
-        # leave.
-        self._asked |= set(calls)
-        answers, failed = map_concurrently(calls, 2 * self._timeout_s + _GRACE_S)
-        if not (may_drop and answers):
-            raise_failed(failed, len(calls))
-        for name, error in failed.items():
-            logger.warning("%s is left out until it is invited again: %s", name, error)
-        self.missing = failed
-        named: dict[str, str] = {}
-        for name, (worker, num_ranks) in answers.items():
-            self.workers[name], self._num_ranks[name] = worker, num_ranks
-            # With one name for two workers, the proof of one would count for the other.
-            if worker is not None and named.setdefault(worker, name) != name:
-                raise HostsError(
-                    f"{named[worker]} and {name} both call their worker {worker!r}; start them "
-                    "under names of their own (wtransfer worker --name), and name each host once"
-                )
-        for name in self.engines:
-            client = self._clients[name]
-            if isinstance(client, HttpClient) and client.url.token is not None:
-                logger.warning(
-                    "the token in the URL of %s is of no use: a serving engine does not check it, "
-                    "and joins with the WTRANSFER_TOKEN of its own environment",
-                    name,
-                )
+        name, _ = self._client(host)
+        with self._changed:
+            self.state.remove(name)
+            client = self._clients.pop(name)
+        if name in self._asked:
+            self._leave({name: client})
 
-    @property
-    def engines(self) -> set[str]:
-        """Serving engines among the endpoints that have joined."""
-        joined = self.workers.keys() - self.missing.keys()
-        return {name for name in joined if self.workers[name] is None}
+    def replace(self, hosts: Iterable[str | WeightSyncClient]) -> None:
+        """Make the list these hosts: new ones are asked at once, those that are not named leave.
 
-    def incomplete(self, joined: Iterable[Hello], whole: Iterable[Hello]) -> list[Incomplete]:
-        """Return the endpoints of several ranks of which not every rank has joined.
+        Raises:
+            AddressError: A URL cannot be read.
+            TypeError: A host is neither a URL nor a client.
+            ValueError: A host is named twice.
+        """
+        wanted = [(self._client(host)[0], host) for host in hosts]
+        names = {name for name, _ in wanted}
+        for name in [name for name in self._clients if name not in names]:
+            self.remove(self._clients[name])
+        with self._changed:
+            self._add([host for name, host in wanted if name not in self._clients])
+        self._changed.notify_all()
 
-        Every replica behind a URL counts: a replica left out would go on serving old weights under
-        the same name.
+    def _add(self, hosts: Iterable[str | WeightSyncClient]) -> None:
+        """Add hosts, which are asked at once; called under the lock."""
+        for name, client in [self._client(host) for host in hosts]:
+            self.state.add(name, time.monotonic())
+            self._clients[name] = client
+        if self.state.hosts and self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="wtransfer-ask", daemon=True)
+            self._thread.start()
+
+    def _client(self, host: Any) -> tuple[str, Any]:
+        if isinstance(host, str):
+            client = HttpClient(host, self._token, timeout_s=self._timeout_s)
+            return client.name, client
+        if not hasattr(host, "init_weight_transfer_engine"):
+            raise TypeError(
+                f"host {host!r:.200} is neither a URL nor a client, which has "
+                "init_weight_transfer_engine; several hosts are several arguments"
+            )
+        known = next((name for name, client in self._clients.items() if client is host), None)
+        return known or _name_of(host), host
+
+    # -- absence
+
+    def look(self) -> list[NamedHost]:
+        """Return the hosts that are absent now; called under the lock."""
+        if not self.state.hosts:
+            return []
+        workers = self._membership.workers()
+        ready = [
+            worker.hello
+            for ranks in self._membership.instances().values()
+            for worker in ranks
+            if not worker.set_aside
+        ]
+        self.state.look([each.hello for each in workers], ready, time.monotonic())
+        return self.state.absent()
+
+    def why_absent(self, host: NamedHost) -> str:
+        """Describe why a host is absent; called under the lock."""
+        workers = self._membership.workers()
+        late = next((w for w in workers if w.set_aside and w.hello.host == host.name), None)
+        lost = [w for w in self._membership.lost() if w.host == host.name]
+        why = lost[-1].last_error if lost else None
+        if late is not None:
+            why = f"{late.name} has not applied the update before yet"
+        return host.absence(time.monotonic(), why)
+
+    def absent_errors(self) -> dict[str, WTransferError]:
+        """Return why each absent host is absent; called under the lock."""
+        return {
+            host.name: host.error or PeerLostError(self.why_absent(host), worker=host.name)
+            for host in self.look()
+        }
+
+    # -- questions
+
+    def invite(self, hosts: Iterable[str | WeightSyncClient], *, may_drop: bool) -> None:
+        """Ask these hosts, and all on the list, to join; returns when all have answered.
 
         Args:
-            joined: Every worker that has joined.
-            whole: The joined workers whose instance is complete.
+            hosts: To be added to the list.
+            may_drop: True: hosts that fail are asked again later, as long as one joins.
+
+        Raises:
+            AddressError: A URL cannot be read, or a host is on another machine, and could not dial
+                the publisher.
+            TypeError: A host is neither a URL nor a client.
+            ValueError: A host was added before.
+            HostsError: Several failed.
+            WTransferError: A host cannot be reached, or refuses.
         """
-        there: dict[str, list[Hello]] = {name: [] for name in sorted(self.engines)}
-        told: dict[str, int] = {}
-        some = set()
-        for hello in joined:
-            some.add(hello.host)
-            if hello.host is not None and hello.host_ranks is not None:
-                told[hello.host] = max(hello.host_ranks, told.get(hello.host, 0))
-                # An endpoint that names its worker, the first of several ranks.
-                there.setdefault(hello.host, [])
-        for hello in whole:
-            if hello.host in there:
-                there[hello.host].append(hello)
-        found = []
-        for name, ranks in there.items():
-            wanted = told.get(name) or self._num_ranks.get(name) or 1
-            if len(ranks) < wanted:
-                found.append(Incomplete(name, name in some, len(ranks), wanted))
-        return found
+        timeout_s = 2 * self._timeout_s + _GRACE_S
+        with self._changed:
+            self._add(hosts)
+            asked = list(self.state.hosts.values())
+            # A question that is under way is not the user's: its answer is the one before.
+            awaited = {each: each.num_answers + 1 + each.is_asked for each in asked}
+            self.state.ask(each.name for each in asked)
+        self._changed.notify_all()
+
+        def answered() -> bool:
+            return self._stopped or all(h.num_answers >= n for h, n in awaited.items())
+
+        self._changed.wait_for(answered, timeout_s)
+        with self._changed:
+            failed = {
+                host.name: host.error
+                if host.num_answers >= awaited[host]
+                else StallError(
+                    f"{host.name} did not answer within {timeout_s:g} s",
+                    seconds=timeout_s,
+                    worker=host.name,
+                )
+                for host in asked
+                if host.name in self.state.hosts
+                and (host.num_answers < awaited[host] or not host.has_joined)
+            }
+        errors = {name: error for name, error in failed.items() if error is not None}
+        if not (may_drop and len(errors) < len(asked)):
+            raise_failed(errors, len(asked))
+
+    def _run(self) -> None:
+        def due() -> list[NamedHost] | bool:
+            if self._stopped:
+                return True
+            self.look()
+            return self.state.due(time.monotonic())
+
+        while not isinstance(found := self._changed.wait_for(due), bool):
+            for host in found:
+                with self._changed:
+                    if self.state.hosts.get(host.name) is not host or self._stopped:
+                        continue
+                    by_hand = self.state.begin_question(host)
+                    # Before any answer: a host that answers too late has joined all the same, and
+                    # must leave.
+                    self._asked.add(host.name)
+                    client = self._clients[host.name]
+                ask = functools.partial(self._ask, host, client, by_hand=by_hand)
+                try:
+                    start_call(ask, f"wtransfer-host {host.name}")
+                except RuntimeError as error:  # no thread is left: the host is asked again
+                    self._note(host, host_error(host.name, error))
+
+    def _ask(self, host: NamedHost, client: Any, *, by_hand: bool) -> None:
+        try:
+            self._check_dialable(host.name, client)
+            publisher: dict[str, Any] = {"address": self._publisher["address"], "host": host.name}
+            if getattr(client, "token", None) != self._publisher["token"]:
+                publisher["token"] = self._publisher["token"]
+            if not by_hand:
+                publisher["again"] = True
+            answer = client.init_weight_transfer_engine({"wtransfer": publisher})
+            named = answer if isinstance(answer, dict) else {}
+            worker = named.get("worker")
+            worker = worker if isinstance(worker, str) else None
+            num_ranks = None
+            if worker is None and hasattr(client, "get_world_size"):
+                num_ranks = client.get_world_size()
+        except BaseException as error:
+            self._note(host, host_error(host.name, error))
+            return
+        if worker is None and isinstance(client, HttpClient) and client.url.token is not None:
+            logger.warning(
+                "the token in the URL of %s is of no use: a serving engine does not check it, "
+                "and joins with the WTRANSFER_TOKEN of its own environment",
+                host.name,
+            )
+        with self._changed:
+            instance = named.get("instance")
+            self.state.said_yes(host, time.monotonic(), worker, instance, num_ranks)
+        self._changed.notify_all()
+
+    def _note(self, host: NamedHost, error: WTransferError) -> None:
+        with self._changed:
+            drained = DRAINED in str(error)
+            is_news = str(error) != str(host.error) and not (drained and host.is_drained)
+            self.state.said_no(host, error, time.monotonic(), drained=drained)
+        self._changed.notify_all()
+        if is_news and drained:
+            logger.info("%s was drained, and counts as removed until it joins again", host.name)
+        elif is_news:
+            logger.warning("%s is absent, and asked again until it joins: %s", host.name, error)
+
+    def _check_dialable(self, name: str, client: Any) -> None:
+        address = self._publisher["address"]
+        if getattr(client, "is_local", True):
+            return
+        if parse_address(address).is_local or address.startswith(("tcp:0.0.0.0:", "tcp:[::]:")):
+            raise AddressError(
+                f"{name} is on another host and cannot dial this publisher at {address!r}; listen "
+                "at an address of this host that it can reach (--listen tcp:HOST:PORT, in Python "
+                "listen=), with an engine that crosses hosts (--engine file)",
+                worker=name,
+            )
+
+    # -- orders
 
     def apply(
         self,
@@ -177,20 +294,20 @@ class Endpoints:
 
         Args:
             version: Label of the update.
-            names: Endpoints; those that name a worker are left out. An endpoint that answered too
-                late, and whose workers have joined, may be a serving engine.
-            on_answer: Called with each endpoint that has answered, be it with an error; at once
-                for an endpoint that is left out. A call that was given up has no answer.
+            names: Hosts; those that name a worker are left out. A host that answered too late, and
+                whose workers have joined, may be a serving engine.
+            on_answer: Called with each host that has answered, be it with an error; at once for a
+                host that is left out. A call that was given up has no answer.
 
         Returns:
-            Endpoint -> its error, where the call has failed.
+            Host -> its error, where the call has failed.
         """
 
-        def apply(name: str) -> None:
+        def apply(name: str, client: Any) -> None:
             answered = True
             try:
-                self._clients[name].start_weight_update()
-                self._clients[name].finish_weight_update(version)
+                client.start_weight_update()
+                client.finish_weight_update(version)
             except StallError:
                 answered = False
                 raise
@@ -200,41 +317,36 @@ class Endpoints:
 
         calls = {}
         for name in names:
-            if name in self._clients and self.workers.get(name) is None:
-                calls[name] = functools.partial(apply, name)
+            with self._changed:
+                host, client = self.state.hosts.get(name), self._clients.get(name)
+            if host is not None and host.worker is None:
+                calls[name] = functools.partial(apply, name, client)
             else:
                 on_answer(name)
         _, failed = map_concurrently(calls, 2 * self._timeout_s + _GRACE_S)
         return failed
 
-    def deregister(self, address: str) -> None:
-        """Ask the endpoints to leave; the publisher ends in any case."""
+    def deregister(self) -> None:
+        """Ask the hosts to leave; the publisher ends in any case."""
+        self._leave({name: self._clients[name] for name in self._asked & self._clients.keys()})
+        if self._thread is not None:
+            self._thread.join(LEAVE_S)
+
+    def _leave(self, clients: dict[str, Any]) -> None:
+        address = self._publisher["address"]
         calls = {
             name: functools.partial(client.leave, address, timeout_s=LEAVE_S)
-            for name, client in self._clients.items()
-            if name in self._asked and hasattr(client, "leave")
+            for name, client in clients.items()
+            if hasattr(client, "leave")
         }
         _, failed = map_concurrently(calls, LEAVE_S)
         for name, error in failed.items():
-            logger.info("%s could not be told that the publisher closes: %s", name, error)
+            logger.info("%s could not be told to leave: %s", name, error)
 
 
-def _join(client: Any, publisher: dict[str, str]) -> tuple[str | None, int | None]:
-    """Ask an endpoint to join; return its worker, or a serving engine's ranks where it has them."""
-    answer = client.init_weight_transfer_engine({"wtransfer": publisher})
-    worker = answer.get("worker") if isinstance(answer, dict) else None
-    if isinstance(worker, str):
-        return worker, None
-    return None, client.get_world_size() if hasattr(client, "get_world_size") else None
-
-
-def _check_dialable(address: str, name: str, client: Any) -> None:
-    if getattr(client, "is_local", True):
-        return
-    if parse_address(address).is_local or address.startswith(("tcp:0.0.0.0:", "tcp:[::]:")):
-        raise AddressError(
-            f"{name} is on another host and cannot dial this publisher at {address!r}; listen at "
-            "an address of this host that it can reach (--listen tcp:HOST:PORT, in Python "
-            "listen=), with an engine that crosses hosts (--engine file)",
-            worker=name,
-        )
+def _name_of(client: Any) -> str:
+    """Return a client's own name, or a name that people can tell it by."""
+    for attribute in ("name", "base_url", "url"):
+        if isinstance(name := getattr(client, attribute, None), str):
+            return name
+    return f"{type(client).__name__} {id(client):#x}"

@@ -328,6 +328,12 @@ class GatherFollower:
             return "pass"
         return "gather" if self._in_hand and state.go == self.mine.ready else None
 
+    @property
+    def is_to_begin(self) -> bool:
+        """True if the publishing rank has begun no pass of the round yet."""
+        state: GatherRound = self._group.heard(PUBLISHER)
+        return state.phase == "open" and state.number == 0
+
     def begin_pass(self) -> None:
         """Begin the pass in which the publishing rank is."""
         self.mine = msgspec.structs.replace(self.mine, number=self.round.number, ready=0)

@@ -6,7 +6,9 @@ import itertools
 import logging
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from wtransfer.calls import Changed
 from wtransfer.errors import PeerLostError, ProtocolError, WTransferError
@@ -16,8 +18,6 @@ from wtransfer.weight_sync.trainer.workers import Worker
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import msgspec
-
     from wtransfer.transport.channel import Connection
     from wtransfer.weight_sync.report import WorkerInfo
     from wtransfer.weight_sync.trainer.round_state import RoundState
@@ -26,6 +26,16 @@ logger = logging.getLogger(__name__)
 
 MAX_LOST = 64
 """Workers that are remembered after their end."""
+MAX_PUBLISHED = 1024
+"""Versions by which a worker that joins again is known to have held one of this publisher's."""
+
+
+class _Gone(NamedTuple):
+    """A worker that is gone."""
+
+    at: float
+    info: WorkerInfo
+    has_held: bool
 
 
 class Membership:
@@ -41,12 +51,16 @@ class Membership:
         self.changed = Changed()
         """The one lock of a publisher, held for every change of workers and rounds."""
         self.num_dropped = 0
+        self.without: set[str] = set()
+        """Hosts that were removed: workers that join by their invitation take part in nothing."""
         self._on_join = on_join
         self._workers: dict[Connection, Worker] = {}
-        self._lost: dict[str, tuple[float, WorkerInfo]] = {}
-        """Name of a worker that is gone -> when, and what it held; oldest first, bounded."""
+        self._lost: dict[str, _Gone] = {}
+        """Name of a worker that is gone -> when, and the worker; oldest first, bounded."""
         self._rounds: dict[str, RoundState] = {}
         self._closing: set[str] = set()
+        self._published: dict[str, None] = {}
+        """Fingerprints that a worker has committed, the last ones."""
 
     # -- asked by rounds and by the publisher
 
@@ -63,13 +77,20 @@ class Membership:
         """
         with self.changed:
             now = time.monotonic()
-            return [replace(info, since_s=now - since) for since, info in self._lost.values()]
+            return [replace(each.info, since_s=now - each.at) for each in self._lost.values()]
+
+    def left(self) -> list[WorkerInfo]:
+        """Return the workers of `lost` that joined by themselves and had held a version."""
+        with self.changed:
+            lost = list(self._lost.values())
+            return [each.info for each in lost if each.has_held and each.info.host is None]
 
     def instances(self) -> dict[str, list[Worker]]:
         """Return the ranks of each instance of which every rank has joined."""
         groups: dict[str, list[Worker]] = {}
         for worker in self.workers():
-            groups.setdefault(worker.hello.instance, []).append(worker)
+            if worker.hello.host not in self.without:
+                groups.setdefault(worker.hello.instance, []).append(worker)
         return {
             name: sorted(ranks, key=lambda worker: worker.hello.rank)
             for name, ranks in groups.items()
@@ -137,8 +158,8 @@ class Membership:
                 return
             worker.lost = _lost(worker, error)
             logger.info("%s is gone: %s", worker.name, worker.lost)
-            lost = replace(worker.info, state="lost", since_s=0.0, last_error=str(worker.lost))
-            self._lost[worker.name] = time.monotonic(), lost
+            info = replace(worker.info, state="lost", since_s=0.0, last_error=str(worker.lost))
+            self._lost[worker.name] = _Gone(time.monotonic(), info, worker.has_held)
             while len(self._lost) > MAX_LOST:
                 self._lost.pop(next(iter(self._lost)))
             self._feed(worker, worker.lost, lost=True)
@@ -151,6 +172,7 @@ class Membership:
                 raise ProtocolError(f"{hello.worker} says hello twice")
             if not 0 <= hello.rank < hello.num_ranks:
                 raise ProtocolError(f"rank {hello.rank} of {hello.num_ranks} is no rank")
+            worker.hello = hello = self._numbered(hello)
             for other in self._workers.values():
                 if other.hello.instance == hello.instance and (
                     other.hello.num_ranks != hello.num_ranks or other.hello.rank == hello.rank
@@ -160,12 +182,31 @@ class Membership:
                         f"instance {hello.instance}, but {other.name} is rank {other.hello.rank} "
                         f"of {other.hello.num_ranks}"
                     )
+            worker.has_held = hello.fingerprint in self._published
             self._workers[connection] = worker
             self._lost.pop(worker.name, None)
             # Under the lock: no line about a round with this worker comes before its own.
             logger.info("%s has joined, %s with %r", worker.name, worker.state, worker.version)
             self.changed.notify_all()
         return worker
+
+    def _numbered(self, hello: Hello) -> Hello:
+        """Return a hello whose names no other worker has: the second ``w0`` is ``w0#2``.
+
+        Ranks of several are not numbered: which of two servers a rank belongs to could not be told.
+        """
+        others = [each.hello for each in self._workers.values()]
+        names = {each.worker for each in others}
+        instances = {each.instance for each in others} if hello.num_ranks == 1 else set()
+
+        def free(name: str, taken: set[str]) -> str:
+            numbers = itertools.chain([""], (f"#{n}" for n in itertools.count(2)))
+            return next(f"{name}{n}" for n in numbers if f"{name}{n}" not in taken)
+
+        worker, instance = free(hello.worker, names), free(hello.instance, instances)
+        if worker != hello.worker:
+            logger.warning("two workers call themselves %s; one is %s here", hello.worker, worker)
+        return msgspec.structs.replace(hello, worker=worker, instance=instance)
 
     def _take_engine_answer(self, worker: Worker, message: Ready | Refused) -> None:
         if message.epoch != worker.epoch:
@@ -193,6 +234,11 @@ class Membership:
             worker.set_aside = False
             if message.outcome in ("committed", "discarded"):
                 worker.num_failed = 0
+            if message.outcome == "committed":
+                worker.has_held = True
+                self._published[message.fingerprint] = None
+                while len(self._published) > MAX_PUBLISHED:
+                    self._published.pop(next(iter(self._published)))
         self._forget_settled()
 
     def _feed(self, worker: Worker, error: WTransferError, *, lost: bool) -> None:

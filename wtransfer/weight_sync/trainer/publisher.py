@@ -22,13 +22,15 @@ from wtransfer.calls import (
     start_call,
 )
 from wtransfer.checkpoint.base_checkpoint import BaseCheckpoint
-from wtransfer.deadline import Deadline, checked_timeout
+from wtransfer.deadline import checked_timeout
 from wtransfer.errors import (
     ClosedError,
+    HostsError,
     NoWorkersError,
     ProtocolError,
     RoundAbortedError,
     RoundBusyError,
+    StallError,
     VersionNotKeptError,
     WTransferError,
 )
@@ -43,15 +45,16 @@ from wtransfer.weight_sync.messages import (
     clipped,
 )
 from wtransfer.weight_sync.report import commit_error
-from wtransfer.weight_sync.trainer.catch_up import JOINER_PATIENCE_S, CatchUp
+from wtransfer.weight_sync.trainer.catch_up import CatchUp
 from wtransfer.weight_sync.trainer.coordinator import (
+    JOINER_PATIENCE_S,
     Coordinator,
     LostPolicy,
     NonfinitePolicy,
     ProvenUpdate,
     Rules,
 )
-from wtransfer.weight_sync.trainer.endpoints import Endpoints, Incomplete
+from wtransfer.weight_sync.trainer.endpoints import Endpoints
 from wtransfer.weight_sync.trainer.engine_runner import EngineRunner, Origin
 from wtransfer.weight_sync.trainer.membership import Membership
 from wtransfer.weight_sync.trainer.progress_display import watch
@@ -72,8 +75,11 @@ if TYPE_CHECKING:
     from wtransfer.transport.channel import Connection
     from wtransfer.weight_sync.checkpoint_form import Form
     from wtransfer.weight_sync.report import Report, WorkerInfo
+    from wtransfer.weight_sync.trainer.fleet_state import NamedHost
     from wtransfer.weight_sync.trainer.workers import Worker
     from wtransfer.weights import ParamMeta, WeightSource
+
+    Hosts = Iterable[str | WeightSyncClient]
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +88,8 @@ UNTOLD_HINT = (
     "; no token was given, so this publisher made its own, which workers must be told: read it "
     "from its `token`, or set WTRANSFER_TOKEN to one secret on both sides"
 )
+NUM_NAMED = 4
+"""Failed workers that an error names."""
 CLOSE_GRACE_S = 5.0
 """Seconds that a publisher which closes waits for the end of the round that it aborted."""
 
@@ -143,17 +151,29 @@ class Publisher:
             sides prove that they know the token, but nothing is encrypted.
         token: Shared secret. Default: ``WTRANSFER_TOKEN`` or the file that
             ``WTRANSFER_TOKEN_FILE`` names, else a new one, to be read from `token`.
-        hosts: Worker hosts to ask, all at once, to join: URLs of ``wtransfer worker`` (see
-            `HttpClient`), or clients. The hosts have joined when the constructor returns; `close`
-            tells them to leave.
+        hosts: The hosts that every update is for: URLs of ``wtransfer worker`` or of serving
+            engines (see `HttpClient`), or clients. They have joined when the constructor returns;
+            one that is lost is asked again until it joins, and each round waits for it
+            (`return_s`). `close` tells them to leave. A function that returns them is called
+            before each round, for fleets that change: new hosts are asked to join, hosts that are
+            not named any more to leave.
         host_token: Secret of the hosts whose URL carries none. Default: `token`, as given or found
             in the environment. Hosts that have another secret are sent the publisher's.
-        min_workers: Fewest workers of a round; the ranks of one instance count as one.
+        return_s: Longest time that a round waits for a host that is absent, in seconds. Default:
+            `deadline_s`; with ``on_lost_worker="drop"`` 1 s. A round that may drop hosts does not
+            wait for one that was absent in the round before as well.
+        min_workers: Fewest workers of a round; the ranks of one instance count as one. It guards
+            against the loss of workers that joined by themselves: those may leave, and no round
+            waits for them.
         on_lost_worker: ``"abort"``: the loss of a worker before the commit ends the round, and all
-            stay on the old version. ``"drop"``: the rest commit, and the report names the lost
-            workers, and each of `hosts` that did not join when asked, as long as one did.
-            Engines that form a group of all workers end the round all the same until every byte has
-            arrived; the next round goes on without the lost workers.
+            stay on the old version; so does a host that is absent for longer than `return_s`,
+            before any byte moves. ``"drop"``: the rest commit, the report names the hosts and
+            workers that were left out, and is not `ok`; at least one host must join at first. A
+            worker that refuses the plan is left out as well. Engines that form a group of all
+            workers end the round all the same until every byte has arrived; the next round goes on
+            without the lost workers. In either case a worker that joined by itself, and that has
+            never held a version of this publisher, is left out where it fails or is late
+            (`min_workers`).
         nonfinite: Effect of NaN or infinity in the weights: ``"allow"`` does not look for them,
             ``"warn"`` logs them and counts them in the report, ``"reject"`` ends the round. Looking
             costs about a third of the trainer's pass.
@@ -184,7 +204,8 @@ class Publisher:
         options: dict[str, Any] | None = None,
         listen: str | None = None,
         token: str | None = None,
-        hosts: Iterable[str | WeightSyncClient] = (),
+        hosts: Hosts | Callable[[], Hosts] = (),
+        return_s: float | None = None,
         host_token: str | None = None,
         min_workers: int = 1,
         on_lost_worker: LostPolicy = "abort",
@@ -192,13 +213,10 @@ class Publisher:
         deadline_s: float = 30.0,
         progress: bool | None = None,
     ) -> None:
-        self._rules = Rules(min_workers, on_lost_worker, nonfinite, deadline_s)
+        self._rules = Rules(min_workers, on_lost_worker, nonfinite, deadline_s, return_s)
         known_token = resolve_token(token, os.environ)
         self.token = known_token or new_token()
         self._token_hint = "" if known_token else UNTOLD_HINT
-        # A token that was made up here is no host's, and must not be tried on hosts.
-        self._endpoints = Endpoints(host_token or known_token, deadline_s)
-        self._endpoints.add(hosts)
         self._progress = progress
         self._pid = os.getpid()
         self._closed = False
@@ -230,6 +248,9 @@ class Publisher:
         self._last_error: str | None = None
         self._membership = Membership(on_join=self._on_join)
         self._lock = self._changed = self._membership.changed
+        # A token that was made up here is no host's, and must not be tried on hosts.
+        self._endpoints = Endpoints(host_token or known_token, deadline_s, self._membership)
+        self._current_hosts = hosts if callable(hosts) else None
         self._catch_up = CatchUp(
             self._membership, min_workers, self._resendable, self._begin_resend
         )
@@ -237,7 +258,8 @@ class Publisher:
         close_at_exit(self)
         try:
             self._catch_up.start()
-            self.invite()
+            self._endpoints.start(self.address, self.token)
+            self.invite(*(hosts() if callable(hosts) else hosts))
         except BaseException:
             self.close()
             raise
@@ -303,29 +325,20 @@ class Publisher:
                 fingerprint=current.fingerprint if current else None,
                 workers=[_clipped(each) for each in infos],
                 lost=[_clipped(each) for each in lost],
-                absent=self._absent({each.worker: each for each in infos}, lost),
+                absent={
+                    clipped(host.name, MAX_OBSERVED_NBYTES): clipped(
+                        self._endpoints.why_absent(host), MAX_OBSERVED_NBYTES
+                    )
+                    for host in self._endpoints.look()[: MAX_OBSERVED // 2]
+                },
                 round=None if active is None or active.done else active.status(),
                 last_error=self._last_error,
             )
 
-    def _absent(
-        self, joined: Mapping[str, WorkerInfo], lost: Sequence[WorkerInfo]
-    ) -> dict[str, str]:
-        present = {each.host for each in joined.values()}
-        missing, asked = self._endpoints.missing, dict(self._endpoints.workers)
-        why = {each.host: each.last_error or "" for each in lost if each.host}
-        why |= {name: str(error) for name, error in missing.items()}
-        absent = [n for n, w in asked.items() if n in missing or not (n in present or w in joined)]
-        names = sorted({*absent, *missing})
-        return {
-            clipped(name, MAX_OBSERVED_NBYTES): clipped(
-                why.get(name) or "it has joined, and its worker is gone", MAX_OBSERVED_NBYTES
-            )
-            for name in names[: MAX_OBSERVED // 2]
-        }
-
     def wait_for_workers(self, n: int, timeout_s: float = 30.0) -> None:
         """Wait until `n` workers have joined; the ranks of one instance count as one.
+
+        A worker that failed before it has ever held a version does not count.
 
         Raises:
             NoWorkersError: Fewer have joined within `timeout_s` seconds.
@@ -333,20 +346,28 @@ class Publisher:
         """
         timeout_s = checked_timeout(timeout_s)
         self._check_usable()
-        if not self._changed.wait_for(lambda: len(self._membership.instances()) >= n, timeout_s):
-            raise self._too_few(len(self._membership.instances()), n) from self._refusal
+
+        def fit() -> int:
+            return sum(map(self._is_fit, self._membership.instances().values()))
+
+        if not self._changed.wait_for(lambda: fit() >= n, timeout_s):
+            with self._lock:
+                found = fit()
+            raise self._too_few(found, n) from self._refusal
 
     @property
     def hosts(self) -> dict[str, str | None]:
-        """Worker by host that joined when asked; None where the host does not name its worker."""
-        missing = self._endpoints.missing
-        return {n: w for n, w in dict(self._endpoints.workers).items() if n not in missing}
+        """Worker by host that is there; None where the host does not name its worker."""
+        with self._lock:
+            absent = self._endpoints.look()
+            hosts = self._endpoints.state.hosts.values()
+            return {h.name: h.worker for h in hosts if not h.is_drained and h not in absent}
 
     def invite(self, *hosts: str | WeightSyncClient) -> None:
-        """Ask worker hosts to join: these, and again all that were asked before.
+        """Ask worker hosts to join: these, and again all on the list, drained ones too.
 
-        Idempotent for hosts that have joined. A host that was restarted has forgotten its publisher
-        and joins again. A host that fails stays on the list, to be asked the next time.
+        Idempotent for hosts that have joined. It is not needed for a host that was restarted: the
+        publisher asks absent hosts by itself. A host that fails stays on the list.
 
         Args:
             *hosts: As in the constructor.
@@ -361,12 +382,29 @@ class Publisher:
         self._check_usable()
 
         def invite() -> None:
-            self._endpoints.add(hosts)
-            may_drop = self._rules.on_lost_worker == "drop"
-            self._endpoints.register(self.address, self.token, may_drop=may_drop)
+            self._endpoints.invite(hosts, may_drop=self._may_drop)
             self._await_invited()
 
         call_apart(invite, "wtransfer-invite")
+
+    def remove(self, host: str | WeightSyncClient) -> None:
+        """Take a host off the list: no later update is for it, and it is told to leave.
+
+        Waits for the end of the round under way, which the host may still take part in.
+
+        Args:
+            host: As it was named.
+
+        Raises:
+            LookupError: The host is not on the list.
+        """
+        self._check_usable()
+
+        def remove() -> None:
+            self._changed.wait_for(lambda: self._active is None or self._active.done)
+            self._endpoints.remove(host)
+
+        call_apart(remove, "wtransfer-remove")
 
     @overload
     def publish(
@@ -392,6 +430,7 @@ class Publisher:
             report.
 
         Raises:
+            HostsError: Named hosts are absent, and did not come back within ``return_s``.
             NoWorkersError: Fewer than ``min_workers`` have joined.
             RoundBusyError: A round of this publisher is under way.
             WTransferError: The round was aborted; every worker is on its old version.
@@ -487,13 +526,14 @@ class Publisher:
                 self._closed = True
                 # In one step: no catch-up begins that would not be aborted below.
                 self._catch_up.stop()
+                self._endpoints.stop()
                 active = self._active
             if active is not None:
                 active.abort("the publisher was closed")
                 # Before the workers are let go: the round would count them as lost.
                 active.end_if_called_off()
             self._catch_up.join(caller, CLOSE_GRACE_S)
-            self._endpoints.deregister(self.address)
+            self._endpoints.deregister()
             self._listener.close()
             # An observer that closes the publisher, on the round's thread, would wait for itself.
             if active is not None and not active.runs_on(caller):
@@ -514,25 +554,30 @@ class Publisher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _await_invited(self) -> None:
-        def absent() -> list[str]:
-            named = set(filter(None, self.hosts.values())) - {w.worker for w in self.workers()}
-            return [*sorted(named), *map(str, self._incomplete_hosts())]
+    @property
+    def _may_drop(self) -> bool:
+        return self._rules.on_lost_worker == "drop"
 
-        if not self._changed.wait_for(lambda: not absent(), self._rules.deadline_s):
+    def _await_invited(self) -> None:
+        def missing() -> list[str]:
+            return [h.name + h.ranks for h in self._endpoints.look() if h.has_joined]
+
+        if not self._changed.wait_for(lambda: not missing(), self._rules.deadline_s):
             refusal = self._refusal
+            with self._lock:
+                names = ", ".join(missing())
             raise NoWorkersError(
-                f"{', '.join(absent())} did not join within "
-                f"{self._rules.deadline_s:g} s, though asked to; look at the "
-                "workers' logs" + (f"; the last peer refused: {refusal}" if refusal else "")
+                f"{names} did not join within {self._rules.deadline_s:g} s, though asked to; look "
+                "at the workers' logs" + (f"; the last peer refused: {refusal}" if refusal else "")
             ) from refusal
 
-    def _incomplete_hosts(self) -> list[Incomplete]:
-        whole = [worker for ranks in self._membership.instances().values() for worker in ranks]
-        return self._endpoints.incomplete(
-            [worker.hello for worker in self._membership.workers()],
-            [worker.hello for worker in whole],
-        )
+    def _is_gating(self, ranks: Sequence[Worker]) -> bool:
+        """Return whether rounds wait for an instance: it was named, or it has held a version."""
+        hosts = self._endpoints.state.hosts
+        return any(each.hello.host in hosts for each in ranks) or all(w.has_held for w in ranks)
+
+    def _is_fit(self, ranks: Sequence[Worker]) -> bool:
+        return self._is_gating(ranks) or not any(each.last_error for each in ranks)
 
     def _apply_what_is_left(self) -> None:
         """Have serving engines apply their pending updates: they accept no plan before."""
@@ -598,15 +643,16 @@ class Publisher:
     def _begin(
         self, attempt: Attempt, version: str, instead: WeightSource | None, *, dry_run: bool
     ) -> Coordinator:
-        deadline = Deadline(self._rules.deadline_s)
-        patience = Deadline(min(JOINER_PATIENCE_S, self._rules.deadline_s))
+        self._name_current_hosts()
         self._apply_what_is_left()
+        self._keep_ranks_waiting(version)
+        called_at = time.monotonic()
 
         def begun() -> Coordinator | bool:
-            instances = self._turn(attempt, deadline, patience)
+            self._check_usable()
+            instances = self._turn(attempt, time.monotonic() - called_at)
             if instances is None:
                 return False
-            self._check_usable()
             members = frozenset(w for ranks in instances.values() for w in ranks)
             if self._is_stale(members):
                 return True
@@ -617,24 +663,11 @@ class Publisher:
             self._drop_runner()
         return round_
 
-    def _turn(
-        self, attempt: Attempt, deadline: Deadline, patience: Deadline
-    ) -> dict[str, list[Worker]] | None:
+    def _turn(self, attempt: Attempt, waited_s: float) -> dict[str, list[Worker]] | None:
         """Return the instances of a round that may begin; None: not yet. Called under the lock."""
+        rules = self._rules
         if attempt.cancelled is not None:
             raise RoundAbortedError(f"{attempt.method} was cancelled before its round began")
-        # Lost ranks reconnect by themselves. An engine that is gone entirely serves nothing; it is
-        # left out as any lost worker.
-        torn = [each for each in self._incomplete_hosts() if each.some]
-        if torn and self._rules.on_lost_worker != "drop":
-            if not deadline.expired:
-                return None
-            raise NoWorkersError(
-                f"{', '.join(map(str, torn))}: the rest was lost and did not come back within "
-                f"{self._rules.deadline_s:g} s; a round would leave it on old weights behind the "
-                "same address. Restart that host and call invite(), or let rounds go on without "
-                "what is lost (on_lost_worker='drop')"
-            ) from self._refusal
         if (active := self._active) is not None:
             if not active.is_resend:
                 age = time.monotonic() - self._active_since
@@ -643,21 +676,80 @@ class Publisher:
                     f"{age:.1f} s; wait for its result() first",
                     round_id=active.round_id,
                 )
-            if not self._catch_up.gives_way(active, patience):
-                deadline.check("a joiner's catch-up", round_id=active.round_id)
+            patience_s = min(JOINER_PATIENCE_S, rules.deadline_s)
+            if not self._may_drop and any(each.hello.host is not None for each in active.members):
+                # A named host that is brought up to date is as good as absent until it is.
+                patience_s = self._return_s()
+            if not self._catch_up.gives_way(active, is_patient=waited_s < patience_s):
+                if waited_s > (limit_s := max(rules.deadline_s, patience_s)):
+                    raise StallError(
+                        f"no progress on a joiner's catch-up within {limit_s:g} s",
+                        seconds=limit_s,
+                        round_id=active.round_id,
+                    )
                 return None
             self._active = None
+        if absent := self._endpoints.look():
+            if waited_s < self._return_s():
+                return None
+            if not self._may_drop:
+                raise self._hosts_absent(absent)
         instances = self._catch_up.taking_part()
-        if len(instances) < self._rules.min_workers:
-            raise self._too_few(len(instances), self._rules.min_workers) from self._refusal
+        if len(instances) < rules.min_workers:
+            raise self._too_few(len(instances), rules.min_workers) from self._refusal
+        self._endpoints.state.begin_round()
         return instances
 
     def _too_few(self, found: int, wanted: int) -> NoWorkersError:
+        with self._lock:
+            failed = [each for each in self._membership.workers() if each.last_error is not None]
+        why = "".join(f"\n  {w.name} has failed: {w.last_error}" for w in failed[:NUM_NAMED])
         return NoWorkersError(
             f"{found} workers have joined, {wanted} are needed (ranks of one instance count as "
-            "one); start them with join= the publisher's address, ask hosts that were restarted "
-            f"again with invite(), or wait with wait_for_workers(){self._token_hint}"
+            "one); start them with join= the publisher's address, name their hosts (invite()), or "
+            f"wait with wait_for_workers(){self._token_hint}{why}"
         )
+
+    def _return_s(self) -> float:
+        """Return how long a round waits for the hosts that are absent, in seconds."""
+        rules, state = self._rules, self._endpoints.state
+        return state.longest_wait_s(rules.deadline_s, rules.return_s, may_drop=self._may_drop)
+
+    def _hosts_absent(self, absent: Sequence[NamedHost]) -> HostsError:
+        lines = "".join(f"\n  {self._endpoints.why_absent(host)}" for host in absent)
+        return HostsError(
+            f"{len(absent)} of {len(self._endpoints.state.hosts)} hosts are absent, and no byte "
+            "was sent; start what is named, allow more time (return_s), take it off the list "
+            f"(remove()), or let rounds go on without it (on_lost_worker='drop'):{lines}",
+            errors=self._endpoints.absent_errors(),
+        )
+
+    def _name_current_hosts(self) -> None:
+        """Bring the list up to date, where a function names the hosts; within the deadline."""
+        if self._current_hosts is not None:
+            named = start_call(self._current_hosts, "wtransfer-hosts")
+            if not named.done.wait(self._rules.deadline_s):
+                raise StallError(
+                    f"hosts= did not return within {self._rules.deadline_s:g} s",
+                    seconds=self._rules.deadline_s,
+                )
+            self._endpoints.replace(named.outcome())
+        with self._lock:
+            self._endpoints.look()
+            self._endpoints.state.hurry(time.monotonic())
+        self._changed.notify_all()
+
+    def _keep_ranks_waiting(self, version: str) -> None:
+        """Begin the round for the trainer's other ranks now if it is to wait for absent hosts.
+
+        Else those that have called `publish` would give up within their deadline.
+        """
+        with self._lock:
+            if not self._endpoints.look() or self._active is not None:
+                return
+        self._learn_ranks()
+        if self._sharded is not None:
+            self._sharded.begin(version)
 
     def _new_round(
         self,
@@ -678,7 +770,8 @@ class Publisher:
             proven=proven,
             instead=instead,
             dry_run=dry_run,
-            missing=self._endpoints.missing,
+            is_gating=self._is_gating,
+            absent=self._endpoints.absent_errors,
             apply=self._endpoints.apply,
             on_planned=self._on_planned,
             on_packed=self._on_packed,
@@ -799,7 +892,8 @@ class Publisher:
         # Ranks that cannot be told wait until their deadline; the round has an error of its own.
         with contextlib.suppress(Exception):
             if (sharded := self._sharded) is not None:
-                sharded.refuse(version, error)
+                active = self._active
+                sharded.refuse(version, error, is_busy=active is not None and active.is_own)
 
     def _learn_ranks(self) -> None:
         """Read which ranks must be told of a failure, where no round has come to read it.

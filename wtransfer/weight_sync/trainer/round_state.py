@@ -75,6 +75,8 @@ class Instance:
     """The ranks that commit all or none."""
 
     ranks: list[RankAnswers]
+    gates: bool = True
+    """False: it has joined by itself and has never held a version: the round goes on without it."""
     dropped: bool = False
     """True if the instance was left out before the commit."""
     settled: bool = False
@@ -93,12 +95,19 @@ class RoundState:
     progress, vote
     vote for another     Compare to that rank       protocol error: a second      noted
     set                                             vote
-    refuse, fault        Abort to all -> ended      noted                         noted
+    refuse (the plan)    Abort to all -> ended;     noted                         noted
+                         if it may be dropped:
+                         Abort to its instance
+    fault                Abort to all -> ended;     noted                         noted
+                         if it does not gate:
+                         Abort to its instance
     fault: GroupError    noted as the `symptom`     noted                         noted
     lose (connection     Abort to all -> ended;     settle its instance           noted
     lost, or stalled)    if it may be dropped, and
                          has not voted for another
                          set: Abort to its instance
+    leave out (late)     if it does not gate:       nothing                       nothing
+                         Abort to its instance
     abort                Abort to all -> ended      nothing: it comes too late    nothing
     commit               every vote is good:        (once)                        raises why
                          Commit to all ->
@@ -108,8 +117,9 @@ class RoundState:
                                                     instances of several ranks
     ===================  =========================  ============================  ==============
 
-    "All" are the ranks that are still in the round. To settle an instance: once every rank has
-    answered the commit or is lost,
+    "All" are the ranks that are still in the round. An instance may be dropped if the rules say so,
+    or if it does not gate, as long as enough instances remain and no group needs it. To settle an
+    instance: once every rank has answered the commit or is lost,
 
     * all have committed -> `Finish` to all, settled;
     * no rank has committed -> settled;
@@ -129,7 +139,10 @@ class RoundState:
         instances: The workers of each instance, by rank.
         send: Sends one message to several workers; `lose` reports a lost worker.
         min_instances: Fewest instances that may remain when others are dropped.
-        may_drop: True: the loss of a worker leaves its instance out; False: it ends the round.
+        may_drop: True: the loss of a worker, or its refusal of the plan, leaves its instance out;
+            False: it ends the round.
+        is_gating: Returns whether the round waits for an instance, by its workers.
+        is_grouped: True as long as all workers form one group, which needs every one of them.
     """
 
     def __init__(
@@ -141,11 +154,21 @@ class RoundState:
         *,
         min_instances: int = 1,
         may_drop: bool = False,
+        is_gating: Callable[[list[Worker]], bool] = lambda _workers: True,
+        is_grouped: bool = False,
     ) -> None:
         self.round_id = round_id
         self.version = version
-        self.instances = [Instance([RankAnswers(worker) for worker in each]) for each in instances]
+        self.instances = []
+        for workers in map(list, instances):
+            ranks = [RankAnswers(worker) for worker in workers]
+            self.instances.append(Instance(ranks, gates=is_gating(workers)))
+        if not any(instance.gates for instance in self.instances):
+            # The first round of a fleet, say: somebody must have the update.
+            for instance in self.instances:
+                instance.gates = True
         self.may_drop = may_drop
+        self.is_grouped = is_grouped
         self.committing = False
         """True once commits were sent: from here the round only goes forward."""
         self.ended: WTransferError | None = None
@@ -173,6 +196,10 @@ class RoundState:
         """Return a worker's answers; None if the round began without this worker."""
         place = self._places.get(worker)
         return None if place is None else place[1]
+
+    def gates(self, worker: Worker) -> bool:
+        """Return whether the round waits for a worker's instance, however long it takes."""
+        return self._places[worker][0].gates
 
     @property
     def settled(self) -> bool:
@@ -303,7 +330,8 @@ class RoundState:
                 # The worker may have rejected that manifest: the next plan brings it whole.
                 worker.planned = None
             phase = "plan" if refused else None
-            self.fault(worker, message.error.rebuild(worker=worker.name, phase=phase))
+            error = message.error.rebuild(worker=worker.name, phase=phase)
+            self._fault(worker, error, may_drop=refused and self.may_drop)
         else:
             raise ProtocolError(f"a worker does not send {type(message).__name__}")
         return True
@@ -325,10 +353,7 @@ class RoundState:
 
     def fault(self, worker: Worker, error: WTransferError) -> None:
         """Note that a worker cannot go on with the round."""
-        instance, rank = self._places[worker]
-        rank.error = rank.error or error
-        if not instance.dropped and not isinstance(rank.error, GroupError):
-            self.abort(rank.error)
+        self._fault(worker, error, may_drop=False)
 
     def lose(self, worker: Worker, error: WTransferError) -> None:
         """Note that a worker's connection has ended, or that the worker counts as stalled."""
@@ -345,15 +370,37 @@ class RoundState:
             mismatch = _other_bytes(worker)
             mismatch.__cause__ = error
             self.fault(worker, mismatch)
-        elif self.may_drop and self.ended is None and len(self.live()) > self._min_instances:
-            rank.error = rank.error or error
-            if not instance.dropped:
-                instance.dropped = True
-                # To all its ranks: a rank that only stalled may go on, and must drop its set.
-                told = [each.worker for each in instance.ranks]
-                self._send(told, Abort(self.round_id, f"{worker.name} was lost"))
         else:
-            self.fault(worker, error)
+            self._fault(worker, error, may_drop=self.may_drop)
+
+    def leave_out(self, worker: Worker, error: WTransferError) -> bool:
+        """Go on without a worker that holds up the round; return False if the round needs it."""
+        instance, rank = self._places[worker]
+        if instance.gates or self.committing or not self._can_go_without(instance):
+            return False
+        rank.error = rank.error or error
+        self._drop(instance, str(error))
+        return True
+
+    def _fault(self, worker: Worker, error: WTransferError, *, may_drop: bool) -> None:
+        instance, rank = self._places[worker]
+        rank.error = rank.error or error
+        if self.committing or self.ended is not None or instance.dropped:
+            return
+        if (may_drop or not instance.gates) and self._can_go_without(instance):
+            self._drop(instance, str(rank.error))
+        elif not isinstance(rank.error, GroupError):
+            self.abort(rank.error)
+
+    def _can_go_without(self, instance: Instance) -> bool:
+        left = sum(each is not instance for each in self.live())
+        return not self.is_grouped and left >= self._min_instances
+
+    def _drop(self, instance: Instance, reason: str) -> None:
+        if not instance.dropped:
+            instance.dropped = True
+            # To all its ranks: a rank that only stalled may go on, and must drop its set.
+            self._send([each.worker for each in instance.ranks], Abort(self.round_id, reason))
 
     # -- what follows
 

@@ -26,7 +26,7 @@ from wtransfer.calls import (
     close_at_exit,
     on_callers_stream,
 )
-from wtransfer.deadline import Deadline
+from wtransfer.deadline import LONGEST_S, Deadline
 from wtransfer.errors import (
     ClosedError,
     EngineError,
@@ -235,8 +235,18 @@ class ShardedSource:
                 self._lead.end(info, fingerprint)
             self._let_go(error)
 
-    def refuse(self, version: str, error: BaseException) -> None:
-        """Tell the other ranks that a round did not begin."""
+    def refuse(self, version: str, error: BaseException, *, is_busy: bool = True) -> None:
+        """Tell the other ranks that a round did not begin.
+
+        Args:
+            version: Its label.
+            error: Why.
+            is_busy: True if another round is under way, which goes on. Else a round that `begin`
+                has begun ends: it has waited for absent hosts.
+        """
+        if not is_busy and self._lead.in_round:
+            self.end(error)
+            return
         info = ErrorInfo.of(error)
         with self._lock:
             self._lead.refuse(version, info)
@@ -482,9 +492,13 @@ class TrainerRank:
         bucket: list[Shard] = []
         try:
             while True:
+                # The publishing rank may wait for absent hosts before the first pass; a publisher
+                # that lives ends every round that it has begun.
+                waits = follow.is_to_begin
+                limit_s = LONGEST_S if waits else SILENT_DEADLINES * self._deadline_s
                 step = group.until(
                     lambda: follow.next(wait=wait),
-                    Deadline(SILENT_DEADLINES * self._deadline_s),
+                    Deadline(limit_s),
                     "the round that the publishing rank has begun and not ended",
                 )
                 if step == "pass":

@@ -51,7 +51,12 @@ class Worker:
     last_error: str | None = None
     """Why the last update was refused or not applied; None once one is applied."""
     set_aside: bool = False
-    """True if an update sent between rounds is not applied yet: rounds go on without the worker."""
+    """True if rounds go on without the worker: an update sent between rounds is not applied yet, or
+    it has ended the round of a group."""
+    logged: str | None = None
+    """Error of the worker that was logged last."""
+    has_held: bool = False
+    """True if it has held a version of this publisher since it joined, or when it did."""
 
     def __post_init__(self) -> None:
         self.holds(self.hello.version, self.hello.fingerprint, self.hello.state)
@@ -83,6 +88,13 @@ class Worker:
             host=hello.host,
             last_error=self.last_error,
         )
+
+    def log_once(self, text: str, error: WTransferError) -> None:
+        """Warn of an error that keeps the worker out of rounds, unless the same was said before."""
+        # The text alone: a log handler that keeps records would keep the error's traceback.
+        if str(error) != self.logged:
+            self.logged = str(error)
+            logger.warning("%s: %s", text, self.logged)
 
     def send_frame(self, frame: bytes) -> None:
         """Send an encoded message; the end of the connection reports a lost worker."""

@@ -19,11 +19,12 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from wtransfer.weight_sync.messages import DRAINED
 from wtransfer.weight_version import EMPTY_LABEL
 
 from wtransfer_vllm.caches import forget_kv, tell_connector
 from wtransfer_vllm.in_flight import TAG, is_mixed, keeps_in_flight
-from wtransfer_vllm.messages import Outcome, addressed, is_foreign, member_of
+from wtransfer_vllm.messages import Outcome, addressed, is_foreign, member_of, read_invitation
 from wtransfer_vllm.names import has_our_connector, is_ours
 from wtransfer_vllm.spans import tag_of, tag_of_batch
 
@@ -160,6 +161,8 @@ class Watch:
         # In the seed era the model can only be reached while vLLM itself reloads it.
         self._commits_anytime = commits_in == FINISH
         self._has_our_engine = _has_our_engine(core)
+        self._is_drained = False
+        """True from the route by which an operator ends transfers until an invitation by hand."""
         self._started = False
         self._carried_out = False
         """True if the start under way found an order of its update, and has committed it."""
@@ -194,6 +197,7 @@ class Watch:
             return self._pass_on_foreign(method, timeout, args, kwargs)
         if method == INIT:
             init_info = args[0] if args else (kwargs or {}).get("init_info")
+            self._check_drained(init_info)
             # What is not known or cannot be done is refused before it is needed.
             _ends_when_empty()
             keeps = keeps_in_flight(self._core)
@@ -218,6 +222,7 @@ class Watch:
         result = self._call(method, timeout, args, kwargs)
         if method in (START, FINISH):
             self._started = method == START
+        self._is_drained = self._is_drained or method == SHUTDOWN
         if method == INIT and has_our_connector(self._core):
             # A session may give the weights another name than they had before the session.
             tell_connector(self._core)
@@ -248,6 +253,13 @@ class Watch:
             if method == self._commits_in or method in REPLACING:
                 self._call(replaced_weights, None, (why,))
                 forget_kv(self._core)
+
+    def _check_drained(self, init_info: Any) -> None:
+        """Raise if a publisher asks by itself, and an operator has told this engine to leave."""
+        invitation = read_invitation(init_info)
+        if invitation.again and self._is_drained:
+            raise RuntimeError(f"this engine {DRAINED}")
+        self._is_drained = self._is_drained and invitation.leave
 
     def _check_time(self, method: Any) -> None:
         """Raise here, once, the errors that otherwise every worker would raise."""

@@ -98,7 +98,11 @@ class Member:
                 # The publishers joined before are lost: the new one takes their place.
                 self.leave()
             self._prove_reload(awake=invitation.may_commit)
-            if self._joined.get(address) != invitation:
+            known = self._joined.get(address)
+            if known is not None and known.host != invitation.host:
+                # Else each of two names of this server would take it from the other.
+                raise ValueError(f"joined this publisher as {known.host}; name it once")
+            if known != invitation:
                 self._leave(address)
                 session.join(address, token=invitation.token, host=invitation.host)
                 self._joined[address] = invitation

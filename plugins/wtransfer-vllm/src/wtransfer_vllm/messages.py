@@ -26,6 +26,8 @@ class Invitation:
     """The publisher's name of the host that it has asked."""
     instance: str | None = None
     """Serving instance, the same in all its ranks; the engine core names it."""
+    again: bool = field(default=False, compare=False)
+    """True if the publisher asks by itself, as it does while the worker is absent."""
     leave: bool = field(default=False, compare=False)
     """True if the worker is asked to leave this publisher instead."""
     may_commit: bool = field(default=True, compare=False)
@@ -71,6 +73,7 @@ def read_invitation(init_info: Any) -> Invitation:
         raise ValueError(f"{', '.join(wrong)} in an invitation of wtransfer must be text")
     return Invitation(
         **texts,
+        again=fields.get("again") is True,
         leave=fields.get("leave") is True,
         may_commit=fields.get("may_commit") is not False,
     )
