@@ -29,7 +29,7 @@ def main(rank, store):
         generation._dist = SimpleNamespace(is_fsdp=True, fsdp_version=2)
         generation.sync_weights()
         if server is not None:
-            server.before = iter([server.restart])
+            server.before = iter([server.restart_in_request])
         token = generate(generation)
         print(token)  # noqa: T201  # its standard output is what the test reads
         if server is not None:

@@ -41,12 +41,19 @@ class Server:
         self.answers = []
         self.start()
 
-    def start(self, **more):
+    def start(self, *, commits=True, **more):
         self.weights = weights(0) | more
         self._running = ExitStack()
         self.session = self._running.enter_context(closing(wtransfer.WorkerSession(self.weights)))
-        self._running.enter_context(committing(self.session))
         self._running.enter_context(wtransfer.WorkerServer(self.session, listen=self.listen))
+        self._commits = False
+        if commits:
+            self._commit()
+
+    def _commit(self):
+        if not self._commits:
+            self._commits = True
+            self._running.enter_context(committing(self.session))
 
     def close(self):
         self._running.close()
@@ -54,6 +61,10 @@ class Server:
     def restart(self, **more):
         self.close()
         self.start(**more)
+
+    def restart_in_request(self, **more):
+        """Restart; the answer comes before any update."""
+        self.restart(commits=False, **more)
 
     def post(self, url, json):
         """Answer as vLLM's routes, by ``requests.Session.post``."""
@@ -64,6 +75,7 @@ class Server:
             tag = self.tag or f"{self.session.version}@{self.session.fingerprint}"
             choice["weight_versions"] = [{"start": 0, "end": 1, "version": tag}]
         self.answers.append(token)
+        self._commit()
         next(self.after, lambda: None)()
         answer = {"choices": [choice for _ in json.get("prompt", [None])]}
         return SimpleNamespace(status_code=200, json=lambda: answer)

@@ -61,11 +61,11 @@ def until(condition):
         time.sleep(0.01)
 
 
-def catch_up(server, generation):
+def catch_up(generation):
     """Wait until the publisher has brought a restarted server up to date."""
     publisher = generation.vllm_client.communicator._publisher
     publisher.invite()
-    until(lambda: server.session.version == publisher.version)
+    until(lambda: [each.version for each in publisher.workers()] == [publisher.version])
 
 
 def numbers():
@@ -86,7 +86,7 @@ def test_server_that_was_restarted_before_a_generation_is_updated_first(generati
     generation = generating()
     server.restart()
     assert generate(generation) == 7
-    assert server.answers == [7]
+    assert set(server.answers) == {7}
 
 
 @pytest.mark.parametrize("images", [None, PICTURES])
@@ -95,7 +95,7 @@ def test_generation_of_a_server_that_was_restarted_meanwhile_is_repeated(
 ):
     generation = generating()
     # TRL's client sends a request again where the connection was lost.
-    server.before = iter([server.restart])
+    server.before = iter([server.restart_in_request])
     assert generate(generation, images) == 7
     assert server.answers == [0, 7]
     assert numbers() == (2, 0)
@@ -106,8 +106,8 @@ def test_generation_is_repeated_though_the_server_was_brought_up_to_date_meanwhi
     generating, server
 ):
     generation = generating()
-    server.before = iter([server.restart])
-    server.after = iter([lambda: catch_up(server, generation)])
+    server.before = iter([server.restart_in_request])
+    server.after = iter([lambda: catch_up(generation)])
     assert generate(generation) == 7
     assert server.answers == [0, 7]
 
@@ -117,7 +117,7 @@ def test_second_generation_is_once_where_the_server_was_brought_up_to_date_befor
 ):
     generation = generating()
     server.restart()
-    catch_up(server, generation)
+    catch_up(generation)
     assert generate(generation) == 7
     assert server.answers == [7]
     assert numbers() == (1, 0)
@@ -127,7 +127,7 @@ def test_second_generation_is_once_where_the_server_was_brought_up_to_date_befor
 @pytest.mark.parametrize("images", [None, PICTURES])
 def test_server_that_is_restarted_each_time_raises(generating, server, on_error, images):
     generation = generating(on_error=on_error)
-    server.before = iter([server.restart] * 2)
+    server.before = iter([server.restart_in_request] * 2)
     with pytest.raises(WTransferError, match="also after the policy was published again"):
         generate(generation, images)
     assert server.answers == [0, 0]
@@ -135,7 +135,7 @@ def test_server_that_is_restarted_each_time_raises(generating, server, on_error,
 
 def test_policy_that_cannot_be_published_again_raises_with_keep(generating, server):
     generation = generating(on_error="keep", return_s=0, deadline_s=5)
-    server.before = iter([lambda: server.restart(more=torch.zeros(1))])
+    server.before = iter([lambda: server.restart_in_request(more=torch.zeros(1))])
     with pytest.raises(WTransferError, match=r"holds None, expected trl-.*-1"):
         generate(generation)
     assert server.answers == [0]
@@ -169,25 +169,16 @@ def test_failed_update_leaves_generations_to_the_policy_before(generating, serve
     assert numbers() == (1, 1)
 
 
-def test_server_that_is_gone_holds_no_version(generating, server):
+def test_version_is_what_the_server_holds_and_not_the_last_success(generating, server):
     generation = generating(on_error="keep", return_s=0, deadline_s=5)
     assert numbers() == (1, 0)
     server.close()
     generation.sync_weights()
     assert numbers() == (0, 2)
     server.start()
+    catch_up(generation)
     assert generate(generation) == 7
     assert server.answers == [7]
-    assert numbers() == (3, 0)
-
-
-def test_numbers_follow_a_server_that_was_brought_back_after_a_failed_update(generating, server):
-    generation = generating(on_error="keep", return_s=0, deadline_s=5)
-    server.close()
-    generation.sync_weights()
-    server.start()
-    catch_up(server, generation)
-    assert generate(generation) == 7
     assert numbers() == (1, 1)
 
 
@@ -230,7 +221,7 @@ def online_dpo_of(generation):
 def test_online_dpo_generates_again_as_well(generating, server):
     generation = generating()
     trainer = online_dpo_of(generation)
-    server.before = iter([server.restart])
+    server.before = iter([server.restart_in_request])
     generation.model.load_state_dict(weights(8))
     completions, _ = trainer._generate_vllm_server(["Once"])
     assert completions == [[8]]

@@ -15,9 +15,9 @@ import torch
 from wtransfer import ParamMeta, Publisher, StreamSource
 from wtransfer.errors import (
     CommitError,
+    HostsError,
     NoWorkersError,
     PeerLostError,
-    StallError,
     WTransferError,
 )
 from wtransfer.weight_sync.http.client import HttpClient
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 0.5
 DEADLINE_S = 30.0
 """The deadline of a `wtransfer.Publisher` that is given no other, in seconds."""
+RETURN_S = 300.0
+"""Longest wait of an update for a server that is restarted, in seconds: it loads a model."""
 
 Announced = tuple[str, str, "Sequence[int]"]
 """Name, dtype as vLLM spells it, and shape."""
@@ -63,7 +64,6 @@ class PolicySync:
         host: URL of a server, or a client of an engine.
         on_error: ``"raise"``, or ``"keep"`` to log a failed update and go on.
         held: Returns the label of the weights that vLLM holds. Default: the server is asked.
-        return_s: Longest wait for a server that does not answer, in seconds.
         **publisher: Arguments of `wtransfer.Publisher`.
 
     Raises:
@@ -75,7 +75,6 @@ class PolicySync:
         host: str | WeightSyncClient,
         *,
         on_error: OnError,
-        return_s: float,
         held: Callable[[], str] | None = None,
         **publisher: Any,
     ) -> None:
@@ -84,7 +83,6 @@ class PolicySync:
         token = publisher.get("host_token") or publisher.get("token")
         self._held = held or functools.partial(_label_at, str(host), token, deadline_s)
         self._on_error = on_error
-        self._return_s = return_s
         # Of no other run: the label of an equal number would be taken for this run's.
         self._run = f"trl-{secrets.token_hex(4)}-"
         self._num_updates = 0
@@ -100,9 +98,9 @@ class PolicySync:
         self._collected: list[tuple[str, torch.Tensor]] | None = None
         self._copy_error: RuntimeError | None = None
         self._stream = StreamSource(deadline_s)
-        # No progress by default: the trainer has bars of its own.
-        publisher = {"progress": False, **publisher}
-        self._publisher = Publisher(self._stream, hosts=[host], **publisher)
+        # The trainer has bars of its own, and the engine is there as long as the trainer is.
+        defaults = {"progress": False, "return_s": RETURN_S if isinstance(host, str) else None}
+        self._publisher = Publisher(self._stream, hosts=[host], **defaults | publisher)
 
     @contextlib.contextmanager
     def collect(self) -> Iterator[None]:
@@ -166,7 +164,6 @@ class PolicySync:
         announced = None if metadata is None else itertools.starmap(_param_meta, metadata)
         try:
             with self._stream.round(announced, stream):
-                self._invite()
                 report = self._publisher.publish(label).raise_unless_ok()
         except Exception as error:
             num_behind = self._book(self._ask())
@@ -261,19 +258,6 @@ class PolicySync:
         """Let vLLM leave."""
         self._publisher.close()
 
-    def _invite(self) -> None:
-        """Invite the server, which is idempotent: restarted, it has forgotten its publisher."""
-        end = time.monotonic() + self._return_s
-        while True:
-            try:
-                self._publisher.invite()
-            except (PeerLostError, NoWorkersError, StallError):
-                if time.monotonic() > end:
-                    raise
-                time.sleep(RETRY_S)
-            else:
-                return
-
 
 def _label_at(url: str, token: str | None, timeout_s: float) -> str:
     return str(HttpClient(url, token, timeout_s=timeout_s).weight_info()["weight_version"])
@@ -303,6 +287,6 @@ def _state_after(error: Exception) -> str:
     if isinstance(error, CommitError) and not error.restored:
         # Each update is sent to every worker: the next one brings them to one policy again.
         return "may serve two policies until an update succeeds"
-    if isinstance(error, (PeerLostError, NoWorkersError)):
+    if isinstance(error, (HostsError, PeerLostError, NoWorkersError)):
         return "was not reached"
     return "keeps its policy"

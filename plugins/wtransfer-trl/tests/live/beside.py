@@ -32,6 +32,7 @@ import trl
 from peft import LoraConfig
 from safetensors.torch import save_file
 from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
 from wtransfer.engines.shm import ShmTrainerEngine
 from wtransfer.weight_sync.http.client import HttpClient
 
@@ -101,12 +102,12 @@ class Adapted(trl.GRPOTrainer):
 
 def hold_after(number):
     """Wait after a generation, and tell when the update that follows begins."""
-    generate, update = VLLMClient.generate, VLLMClient.update_named_params
+    generate, update = VLLMGeneration.generate, VLLMClient.update_named_params
     num_generated = 0
 
-    def counting(client, *args, **more):
+    def counting(generation, *args, **more):
         nonlocal num_generated
-        answer = generate(client, *args, **more)
+        answer = generate(generation, *args, **more)
         num_generated += 1
         if num_generated == number:
             say("generated", number)
@@ -117,7 +118,7 @@ def hold_after(number):
         say("updating after", num_generated)
         update(client, *args)
 
-    VLLMClient.generate, VLLMClient.update_named_params = counting, telling
+    VLLMGeneration.generate, VLLMClient.update_named_params = counting, telling
 
 
 def hold_within(number):
