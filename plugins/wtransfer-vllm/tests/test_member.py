@@ -158,6 +158,24 @@ def test_leave_invitation_leaves_that_publisher_only(member):
             assert (member.session.status().publisher is None) is (publisher is first)
 
 
+def test_server_that_is_named_twice_keeps_its_first_name(member):
+    with wtransfer.Publisher({"w": torch.ones(4)}) as publisher:
+        for host, error in (
+            ("http://one", None),
+            ("http://two", "joined this publisher as http://one; name it once"),
+            ("http://one", None),
+        ):
+            invite(member, publisher, host=host)
+            assert member.outcome.error == error
+            publisher.wait_for_workers(1, timeout_s=20)
+            assert [each.host for each in publisher.workers()] == ["http://one"]
+        invite(member, publisher, leave=True)
+        until(lambda: not publisher.workers())
+        invite(member, publisher, host="http://two")
+        publisher.wait_for_workers(1, timeout_s=20)
+        assert [each.host for each in publisher.workers()] == ["http://two"]
+
+
 def test_failed_join_is_an_outcome_and_not_raised(member, monkeypatch):
     monkeypatch.setattr(wtransfer.WorkerSession, "join", _no_threads)
     with wtransfer.Publisher({"w": torch.ones(4)}) as publisher:
