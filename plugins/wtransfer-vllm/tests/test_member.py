@@ -1,13 +1,12 @@
 """A member of a publisher's group, on a plain target: what it may and may not do by itself."""
 
 import dataclasses
-import time
 import types
 
 import pytest
 import torch
 import wtransfer
-from engines import await_commit, report_of
+from engines import await_commit, report_of, until
 from wtransfer.weight_sync.worker.target import StateDictTarget
 
 from wtransfer_vllm.member import Member, Place, place_of
@@ -226,10 +225,3 @@ def test_host_ranks_are_known_where_several_servers_are_one_group(
         local_engines_only=local_engines_only,
     )
     assert place_of(config, "id") == Place("vllm-id-3", 1, 2, host_ranks)
-
-
-def until(condition, timeout_s=10.0):
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
