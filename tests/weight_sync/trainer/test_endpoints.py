@@ -788,6 +788,29 @@ def test_ranks_of_an_instance_that_is_not_complete_are_not_counted():
     assert missing(joined, joined) == []
 
 
+def test_every_engine_is_waited_for_behind_a_client_that_does_not_tell_how_many_there_are():
+    state = FleetState(set())
+    state.add(["h"], 0.0)
+    host = state.hosts["h"]
+
+    def absent(*names):
+        joined = [hello(name, 0, None, num_ranks=1) for name in names]
+        state.look(joined, joined, 1.0)
+        return [each.name + each.ranks for each in state.absent()]
+
+    state.said_yes(host, 1.0)
+    assert absent("one", "two") == []
+    assert absent("one") == ["h (1 of 2 ranks)"]
+    state.said_yes(host, 1.0)
+    assert absent("one") == ["h (1 of 2 ranks)"], "it was asked just now, and is on its way"
+    # The connection of the old one ends late.
+    assert absent("one", "two", "two again") == []
+    assert absent("one", "two again") == ["h (2 of 3 ranks)"]
+    for _ in range(2):
+        state.said_yes(host, 1.0)
+    assert absent("one", "two again") == []
+
+
 @pytest.mark.usefixtures("patient_connections")
 def test_a_replica_that_does_not_come_is_missed_by_address_and_number(serve, weights):
     server = serve(2, 2, late=1)

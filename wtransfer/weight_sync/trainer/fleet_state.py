@@ -35,8 +35,10 @@ class NamedHost:
     """Instance of that worker."""
     num_ranks: int | None = None
     """Ranks behind it, where it has told them."""
+    seen_ranks: int = 0
+    """Most ranks that were there at once: it may lead to several engines, and not tell so."""
     has_joined: bool = False
-    """True if it answered yes to the last question."""
+    """True if it answered yes to the last question since a worker of it was missed."""
     error: WTransferError | None = None
     """Why it answered no to the last question; None: it answered yes, or has not answered."""
     is_drained: bool = False
@@ -188,6 +190,9 @@ class FleetState:
     ) -> None:
         """Note that a host has joined; its workers are on their way."""
         host.worker, host.instance, host.num_ranks = worker, instance, num_ranks
+        if host.has_joined:
+            # Twice: no other worker is on its way, and a rank was seen beside its successor.
+            host.seen_ranks = host.joined_ranks
         host.has_joined, host.error, host.is_drained = True, None, False
         self._answered(host, now + LONGEST_PAUSE_S)
 
@@ -223,13 +228,15 @@ class FleetState:
         whole = list(whole)
         for host in self.hosts.values():
             host.joined_ranks = sum(self._is_of(hello, host) for hello in whole)
-            host.wanted_ranks = told.get(host.name) or host.num_ranks or 1
+            host.seen_ranks = max(host.seen_ranks, host.joined_ranks)
+            seen = host.seen_ranks if host.worker is None else 0
+            host.wanted_ranks = told.get(host.name) or host.num_ranks or seen or 1
             if host.joined_ranks >= host.wanted_ranks:
                 host.absent_since, host.pause_s, host.is_drained = None, FIRST_PAUSE_S, False
             elif host.absent_since is None:
                 host.absent_since, host.ask_at = now, now + host.pause_s
-                # Else it would be said of a worker that is gone.
-                host.error = None
+                # Else both would be said of a worker that is gone.
+                host.has_joined, host.error = False, None
 
     def _is_of(self, hello: Hello, host: NamedHost) -> bool:
         # A worker that joined by itself, and that its host named when it was asked, counts as well.
