@@ -155,7 +155,7 @@ def plain_worker(folder, checkpoint, token):
             stderr=out,
         )
     try:
-        until(lambda: "ready" in log.read_text() or worker.poll() is not None)
+        until(lambda: "ready" in log.read_text() or worker.poll() is not None, START_S)
         assert worker.poll() is None, log.read_text()
         yield address
     finally:
