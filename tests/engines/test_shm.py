@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import socket
 import time
 from pathlib import Path
 from typing import ClassVar
@@ -11,14 +12,23 @@ from typing import ClassVar
 import pytest
 import torch
 
+from wtransfer.calls import start_call
 from wtransfer.config import ParallelConfig, WeightTransferConfig
 from wtransfer.engines.factory import WeightTransferEngineFactory
 from wtransfer.engines.shm import ShmInitInfo, ShmTrainerEngine, ShmWeightTransferEngine
-from wtransfer.errors import EngineError, NotInitializedError, SegmentGoneError, StagingMemoryError
+from wtransfer.errors import (
+    ClosedError,
+    EngineError,
+    NotInitializedError,
+    SegmentGoneError,
+    StagingMemoryError,
+)
+from wtransfer.manifest import Manifest
 from wtransfer.testing.engine import EngineConformance
 from wtransfer.testing.faults import Fault
 from wtransfer.testing.leftovers import Leftovers
 from wtransfer.transport import memory
+from wtransfer.transport.layout import TensorLayout
 
 
 class TestShm(EngineConformance):
@@ -51,6 +61,17 @@ def test_lease_ends_with_the_round(fleet, engines, faults, weights):
     while segments("p"):
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def test_sockets_are_beside_that_of_the_publisher_and_leave_with_it(fleet, weights, tmp_path):
+    made = fleet(weights, engine="shm", listen=f"unix:{tmp_path}/publisher")
+    made.join()
+    for version in ("v1", "v2"):
+        assert made.publish(version).ok
+    control, data = sorted(tmp_path.iterdir())
+    assert data.name.startswith(f"{control.name}.")
+    made.close()
+    assert set(tmp_path.iterdir()) == set()
 
 
 @pytest.mark.parametrize("commit", ["adopt", "copy"])
@@ -133,6 +154,24 @@ def test_late_request_for_an_older_update_is_refused(fleet, weights):
     worker.start_weight_update()
     with pytest.raises(SegmentGoneError):
         worker.receive_weights(first, list)
+
+
+def test_wait_for_a_trainer_that_does_not_answer_ends_with_the_round():
+    worker = ShmWeightTransferEngine(WeightTransferConfig("shm"), ParallelConfig())
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind("")
+        silent.listen()
+        address = f"unix:@{silent.getsockname().decode()[1:]}"
+        worker.init_transfer_engine(ShmInitInfo(address, "secret"))
+        worker.set_layout(TensorLayout(Manifest(())))
+        worker.start_weight_update()
+        info = worker.parse_update_info({"segment": 0, "first": 0, "last": 0})
+        receiving = start_call(lambda: worker.receive_weights(info, list), "receiving")
+        with silent.accept()[0]:
+            worker.abort_weight_update()
+            assert receiving.done.wait(20)
+    assert isinstance(receiving.error, ClosedError)
+    worker.shutdown()
 
 
 def test_receiving_without_a_layout_is_refused():

@@ -15,14 +15,20 @@ import sys
 import threading
 import time
 import traceback
+import unittest.mock
 
 import torch
 
 from wtransfer.engines.factory import WeightTransferEngineFactory
 from wtransfer.engines.gloo import GlooWeightTransferEngine
 from wtransfer.engines.shm import ShmWeightTransferEngine
+from wtransfer.transport import channel
+from wtransfer.transport.handshake import shake_hands
 
-PHASES = ("idle", "init", "plan", "transfer", "midst", "prepare", "vote", "commit", "between")
+PHASES = (
+    *("idle", "init", "plan", "transfer", "midst", "prepare", "vote", "commit", "between"),
+    "attach",
+)
 ENGINES = {"shm": "witnessed", "gloo": "witnessed-gloo"}
 MAX_DATAGRAM = 1 << 17
 WITNESS_NBYTES = 8
@@ -89,7 +95,17 @@ class Witnessed:
 
 
 class WitnessedShm(Witnessed, ShmWeightTransferEngine):
-    """The shm engine."""
+    """The shm engine, which can be held where it has connected to attach a segment."""
+
+    def receive_weights(self, update_info, load_weights):
+        with unittest.mock.patch.object(channel, "shake_hands", self._shake_hands):
+            super().receive_weights(update_info, load_weights)
+
+    @staticmethod
+    def _shake_hands(*args):
+        witness.enter("attach")
+        witness.note("transfer")
+        return shake_hands(*args)
 
 
 class WitnessedGloo(Witnessed, GlooWeightTransferEngine):

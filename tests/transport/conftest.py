@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from wtransfer.transport.address import parse_address
 from wtransfer.transport.channel import Dialer, Listener
 from wtransfer.transport.framing import FrameReader
 from wtransfer.transport.handshake import HANDSHAKE, WorkerHandshake
@@ -104,9 +105,10 @@ class RawPeer:
     """A blocking socket that does exactly what a test tells it."""
 
     def __init__(self, address):
-        self.socket = socket.socket(socket.AF_UNIX)
+        where = parse_address(address)
+        self.socket = socket.socket(where.family)
         self.socket.settimeout(PATIENCE_S)
-        self.socket.connect(address.replace("unix:@", "\0"))
+        self.socket.connect(where.target)
 
     def send(self, data):
         # The other side may have had enough already; what it says is what a test looks at.

@@ -12,6 +12,7 @@ import tracemalloc
 
 import pytest
 
+from wtransfer.deadline import Deadline
 from wtransfer.errors import (
     AddressError,
     AddressInUseError,
@@ -26,7 +27,16 @@ from wtransfer.errors import (
 from wtransfer.transport import channel as channel_module
 from wtransfer.transport.channel import MAX_UNPROVEN, Dialer, random_address
 from wtransfer.transport.framing import MIB, FrameReader, pack_frame
-from wtransfer.transport.handshake import HANDSHAKE, PROTOCOL, Auth, Challenge, Reject, Welcome
+from wtransfer.transport.handshake import (
+    HANDSHAKE,
+    PROTOCOL,
+    Auth,
+    Challenge,
+    Reject,
+    Welcome,
+    WorkerHandshake,
+    shake_hands,
+)
 
 
 def wait_for(condition, seconds=10):
@@ -458,6 +468,60 @@ def pass_by(later):
         listener._loop.call_soon(lambda: None)
 
     return pass_by
+
+
+def test_a_peer_has_any_time_to_prove_itself_where_none_is_set(
+    channel, messages, raw_peer, pass_by
+):
+    listener, trainer = channel.listen(handshake_s=None)
+    peer = raw_peer(listener.address)
+    wait_for(lambda: listener._unproven)
+    pass_by(listener, 3600)
+    peer.shake_hands(listener.token).send(messages.CODEC.encode(messages.Word("late")))
+    assert trainer.message() == messages.Word("late")
+
+
+@pytest.mark.parametrize("address", [None, "tcp:127.0.0.1:0"])
+@pytest.mark.parametrize("is_late", [True, False], ids=["late", "too many"])
+def test_a_peer_that_is_cut_off_is_sent_the_reason(channel, raw_peer, pass_by, address, is_late):
+    listener, trainer = channel.listen(address=address, handshake_s=0.9 if is_late else None)
+    peer = raw_peer(listener.address)
+    wait_for(lambda: listener._unproven)
+    for _ in range(0 if is_late else MAX_UNPROVEN):
+        raw_peer(listener.address)
+    pass_by(listener, 1)
+    reason = "did not finish the handshake within 0.9 s" if is_late else "made way: too many peers"
+    assert reason in str(trainer.refusal())
+    with pytest.raises(PeerLostError, match=reason):
+        shake_hands(peer.socket, WorkerHandshake(listener.token), Deadline(10), listener.address)
+
+
+def test_a_worker_that_is_cut_off_dials_again(channel, raw_peer, pass_by, monkeypatch):
+    listener, trainer = channel.listen()
+
+    def late(*args):
+        monkeypatch.setattr(channel_module, "shake_hands", shake_hands)
+        wait_for(lambda: listener._unproven)
+        pass_by(listener, 1)
+        trainer.refusal()
+        return shake_hands(*args)
+
+    monkeypatch.setattr(channel_module, "shake_hands", late)
+    _, worker = channel.dial(listener)
+    worker.connection()
+    assert worker.refused.empty()
+
+
+def test_newcomers_take_the_place_of_those_that_have_proven_themselves(channel, raw_peer, later):
+    listener, trainer = channel.listen()
+    waiting = [raw_peer(listener.address) for _ in range(MAX_UNPROVEN)]
+    wait_for(lambda: len(listener._unproven) == MAX_UNPROVEN)
+    newcomer = raw_peer(listener.address)
+    # The clock stands still: there is no other way into the room.
+    later(-1e6)
+    waiting[-1].shake_hands(listener.token)
+    newcomer.shake_hands(listener.token)
+    assert [trainer.connection().peer for _ in range(2)]
 
 
 def test_idle_peers_hear_each_other(channel, pass_by):

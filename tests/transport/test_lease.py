@@ -23,8 +23,9 @@ from wtransfer.errors import (
     StallError,
     TruncatedError,
 )
+from wtransfer.transport import channel as channel_module
 from wtransfer.transport import lease as lease_module
-from wtransfer.transport.channel import Listener
+from wtransfer.transport.channel import MAX_UNPROVEN, Dial, Listener
 from wtransfer.transport.framing import pack_frame
 from wtransfer.transport.lease import CODEC, Attach, Attached, SegmentExporter, attach
 from wtransfer.transport.memory import Segment, map_private
@@ -47,6 +48,18 @@ def stop(pid):
     os.kill(pid, signal.SIGSTOP)
     for task in Path(f"/proc/{pid}/task").iterdir():
         eventually(lambda task=task: (task / "stat").read_text().rpartition(")")[2][1] == "T")
+
+
+@contextlib.contextmanager
+def full_queue(address):
+    """Fill the kernel's queue of connections to a process that is stopped."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                raw = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                raw.setblocking(False)
+                raw.connect(address.replace("unix:@", "\0"))
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -213,6 +226,41 @@ def test_closing_ends_a_wait(exporter, lease):
     del held
 
 
+@pytest.fixture
+def beside(tmp_path, segment):
+    """An exporter beside a listener with a path; segment 1 is exported."""
+    made = SegmentExporter(beside=f"unix:{tmp_path}/x:y")
+    made.export(1, segment)
+    yield made
+    made.close()
+    assert set(tmp_path.iterdir()) == set()
+
+
+@pytest.mark.parametrize("way", ["path", "name"])
+def test_a_segment_is_attached_by_a_path_or_else_by_its_name(beside, tmp_path, way):
+    (path,) = tmp_path.iterdir()
+    assert beside.address == f"unix:@{path}"
+    if way == "name":
+        path.rename(tmp_path / "mounted elsewhere")
+    else:
+        # As in another network namespace.
+        beside._listener.close()
+    held = attach(beside.address, beside.secret, 1, PATIENCE_S)
+    assert held.mapping[0] == 5
+    assert not beside.wait_free(1, 0.05)
+    del held
+    assert beside.wait_free(1, PATIENCE_S)
+    if way == "name":
+        (tmp_path / "mounted elsewhere").rename(path)
+
+
+@pytest.mark.parametrize("listens_at", [None, "unix:@name", "tcp:127.0.0.1:1", f"unix:/{'x' * 99}"])
+def test_without_a_folder_the_name_is_random(listens_at):
+    made = SegmentExporter(beside=listens_at)
+    assert made.address.startswith("unix:@wtransfer-")
+    made.close()
+
+
 # -- the ends of processes
 
 
@@ -295,19 +343,125 @@ def test_a_full_queue_is_a_stall(job):
     owner = job("lend", 7)
     address, secret = owner.line().split()
     stop(owner.pid)
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                raw = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-                raw.setblocking(False)
-                raw.connect(address.replace("unix:@", "\0"))
-        with pytest.raises(StallError, match="the connection to unix:@wtransfer"):
-            attach(address, secret, 1, 0.2)
-        os.kill(owner.pid, signal.SIGCONT)
-        assert attach(address, secret, 1, PATIENCE_S).mapping[0] == 7
+    with (
+        full_queue(address),
+        pytest.raises(StallError, match="the connection to unix:@wtransfer"),
+    ):
+        attach(address, secret, 1, 0.2)
+    os.kill(owner.pid, signal.SIGCONT)
+    assert attach(address, secret, 1, PATIENCE_S).mapping[0] == 7
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["handshake", "queue"])
+def test_attaching_is_called_off(job, at_handshake, is_full):
+    owner = job("lend", 7)
+    address, secret = owner.line().split()
+    stop(owner.pid)
+    dial, connected, outcome = Dial(), threading.Event(), []
+    at_handshake(connected.set)
+
+    def wait():
+        try:
+            attach(address, secret, 1, dial=dial)
+        except ClosedError as error:
+            outcome.append(str(error))
+
+    with full_queue(address) if is_full else contextlib.nullcontext():
+        thread = threading.Thread(target=wait)
+        thread.start()
+        assert is_full or connected.wait(PATIENCE_S)
+        dial.call_off()
+        thread.join(PATIENCE_S)
+    assert outcome == ["the dial was called off"]
+    with pytest.raises(ClosedError):
+        attach(address, secret, 1, dial=dial)
+
+
+def test_a_lease_outlives_a_dial_that_is_called_off_too_late(exporter, segment, monkeypatch):
+    exporter.export(1, segment)
+    dial = Dial()
+
+    def call_off_first(fd, nbytes):
+        dial.call_off()
+        return map_private(fd, nbytes)
+
+    monkeypatch.setattr(lease_module, "map_private", call_off_first)
+    held = attach(exporter.address, exporter.secret, 1, dial=dial)
+    assert not exporter.wait_free(1, 0.1)
+    assert held.mapping[0] == 5
 
 
 # -- admission
+
+
+@pytest.fixture
+def at_handshake(monkeypatch):
+    """Let a call be made once between a connection and its handshake; errors of all are kept."""
+
+    def arrange(call):
+        calls, errors, shake_hands = [call], [], channel_module.shake_hands
+
+        def shake_hands_after(*args):
+            while calls:
+                calls.pop()()
+            try:
+                return shake_hands(*args)
+            except PeerLostError as error:
+                errors.append(str(error))
+                raise
+
+        monkeypatch.setattr(channel_module, "shake_hands", shake_hands_after)
+        return errors
+
+    return arrange
+
+
+@pytest.fixture
+def pass_by(exporter, later):
+    """Let seconds pass at once, and the exporter's timers of that time run."""
+
+    def pass_by(seconds):
+        later(seconds)
+        over, loop = threading.Event(), exporter._listener._loop
+        # In two turns: timers come last in one.
+        loop.call_soon(lambda: loop.call_soon(over.set))
+        assert over.wait(PATIENCE_S)
+
+    return pass_by
+
+
+def test_a_reader_of_this_user_is_never_late(exporter, segment, at_handshake, pass_by):
+    exporter.export(1, segment)
+
+    def late():
+        eventually(lambda: exporter._listener._unproven)
+        pass_by(3600.0)
+
+    errors = at_handshake(late)
+    assert attach(exporter.address, exporter.secret, 1).mapping[0] == 5
+    assert errors == []
+
+
+def test_a_reader_that_had_to_make_room_attaches_all_the_same(
+    exporter, lease, at_handshake, pass_by, raw_peer
+):
+    def make_room():
+        (reader,) = eventually(lambda: list(exporter._listener._unproven))
+        for _ in range(MAX_UNPROVEN):
+            raw_peer(exporter.address)
+        eventually(lambda: pass_by(1.0) or reader.closed)
+
+    errors = at_handshake(make_room)
+    assert lease(1).mapping[0] == 5
+    assert len(errors) == 1
+    assert "made way: too many peers without a proof" in errors[0]
+
+
+@pytest.mark.slow
+def test_silent_peers_of_this_user_lock_no_reader_out(exporter, lease, raw_peer):
+    for _ in range(200):
+        raw_peer(exporter.address)
+    assert lease(1).mapping[0] == 5
 
 
 def test_a_wrong_secret_is_refused(exporter, lease):

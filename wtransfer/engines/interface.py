@@ -174,7 +174,8 @@ class RoundSource(WeightSource, Protocol):
 class WeightSyncClient(Protocol):
     """Client of a trainer engine for its workers. Calls return when every worker is done.
 
-    The framework's client has an attribute more, ``num_workers``: number of workers reached.
+    The framework's client has more attributes: ``num_workers``, number of workers reached, and
+    ``address``, at which the publisher listens as its user has said it; None: nothing was said.
     """
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:

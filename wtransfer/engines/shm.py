@@ -8,7 +8,8 @@
    mapping.
 4. The lease ends when the last view is gone; only then does T write to that segment again.
 
-Linux, one host, one user. Nothing has a name in the file system, so nothing can be left behind.
+Linux, one host, one user. Memory has no name in the file system, so none can be left behind. Where
+the publisher listens at a path, a socket beside it serves containers that share its folder.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from wtransfer.engines.interface import (
     WeightTransferUpdateInfo,
 )
 from wtransfer.errors import NotInitializedError
+from wtransfer.transport.channel import Dial
 from wtransfer.transport.lease import SegmentExporter, attach
 from wtransfer.transport.memory import PopulatingAhead, Segment, populate
 
@@ -39,8 +41,6 @@ if TYPE_CHECKING:
     from wtransfer.transport.tensors import ByteArray
     from wtransfer.weights import LoadWeights
 
-CONNECT_TIMEOUT_S = 10.0
-"""Longest wait for the trainer's process when a segment is attached."""
 NUM_UNDER_WAY = 2
 """Announced buckets that workers have not answered yet: with one, a worker waits between two."""
 RELEASE_GRACE_S = 0.5
@@ -52,7 +52,7 @@ class ShmInitInfo(WeightTransferInitInfo):
     """Address at which segments are attached."""
 
     address: str
-    """Abstract Unix socket of the trainer."""
+    """Abstract Unix socket of the trainer; the name may be a path at which it listens, too."""
     secret: str
     """Proves that the trainer told the worker the address."""
 
@@ -88,6 +88,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         super().__init__(config, parallel_config)
         self._exporter: ShmInitInfo | None = None
         self._layout: TensorLayout | None = None
+        self._dial = Dial()
         # Weak: the views of the round keep the mapping. Without them the lease ends, also when the
         # round is aborted: an engine that is not receiving at that time is not notified.
         self._mapping: weakref.ref[ByteArray] | None = None
@@ -104,9 +105,11 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         """Drop the mapping of the round before: each round maps afresh.
 
         A page that this process wrote to is its own from then on; the old mapping would go on
-        showing it after the trainer has rewritten the segment.
+        showing it after the trainer has rewritten the segment. An abort so far was of an earlier
+        round.
         """
         self._mapping = None
+        self._dial = Dial()
 
     def receive_weights(self, update_info: ShmUpdateInfo, load_weights: LoadWeights) -> None:
         """Pass views of one bucket on.
@@ -123,15 +126,20 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         mapping = None if self._mapping is None else self._mapping()
         if mapping is None:
             mapping = attach(
-                exporter.address, exporter.secret, update_info.segment, CONNECT_TIMEOUT_S
+                exporter.address, exporter.secret, update_info.segment, dial=self._dial
             ).mapping
             self._mapping = weakref.ref(mapping)
         # In bulk, and only the written range: a page fault per 4 KiB would cost more.
         populate(mapping, bucket.start, bucket.nbytes)
         load_weights(layout.views(mapping, bucket))
 
+    def abort_weight_update(self) -> None:
+        """Call the attaching off, which waits for the trainer for as long as the round lasts."""
+        self._dial.call_off()
+
     def shutdown(self) -> None:
         """Disconnect; memory that a model points to stays leased."""
+        self._dial.call_off()
         self._exporter = None
 
 
@@ -184,7 +192,7 @@ class ShmTrainerEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
         source: RoundSource | None = None,
     ) -> None:
         super().__init__(init_info, client=client, source=source)
-        self._exporter = SegmentExporter()
+        self._exporter = SegmentExporter(beside=getattr(client, "address", None))
         self._committed: Slot | None = None
         self._next: Slot | None = None
         self._num_contents = 0

@@ -14,11 +14,13 @@ import errno
 import fcntl
 import ipaddress
 import os
+import re
 import secrets
 import socket
 import stat
 import struct
 import time
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +31,7 @@ from wtransfer.errors import (
     DescriptorLimitError,
     PeerLostError,
     StallError,
+    called_from,
 )
 
 if TYPE_CHECKING:
@@ -39,9 +42,17 @@ if TYPE_CHECKING:
 _BACKLOG = 512  # TCP peers that find it full wait for a second and more: a flood must not fill it
 _MAX_UNIX_NBYTES = 107
 _MAX_PORT = 65535
-_LOCK_PATIENCE_S = 0.05
+_LOCK_PATIENCE_S = 2.0  # listeners that start hold it for microseconds, on a busy host longer
+_LONGEST_WAIT_S = 1e6
+_BESIDE_NBYTES = 1 + 1 + 8  # a dot and eight digits, and the NUL of an abstract name
 _QUEUE_PATIENCE = struct.pack("ll", 0, 200_000)  # struct timeval: seconds, microseconds
+_ALL = frozenset({"0.0.0.0", "::"})  # noqa: S104  # nothing listens there
 _CREDENTIALS = struct.Struct("3i")
+
+_ABSTRACT = (
+    " If it is, it has another network namespace, in which alone its name is known: containers "
+    "must share theirs, or a volume that all mount at one path (listen='unix:/path')"
+)
 
 RANDOM_PREFIX = "unix:@wtransfer-"
 """Prefix of the addresses of `random_address`."""
@@ -81,6 +92,30 @@ class Address:
 def random_address() -> str:
     """Return an abstract Unix address with a random name."""
     return f"{RANDOM_PREFIX}{secrets.token_hex(8)}"
+
+
+def address_beside(address: str | None) -> str | None:
+    """Return a random path beside a listener's, and remove the sockets that dead ones left there.
+
+    Args:
+        address: Address of a listener of this process: only its own may be dead beside it.
+
+    Returns:
+        None where the listener has no path, or a longer one would be no address.
+
+    Raises:
+        AddressInUseError: The folder is locked.
+    """
+    path = parse_address(address).path if address and address.startswith("unix:") else None
+    if path is None or len(os.fsencode(path)) + _BESIDE_NBYTES > _MAX_UNIX_NBYTES:
+        return None
+    folder, name = os.path.split(path)
+    beside = re.compile(re.escape(name) + r"\.[0-9a-f]{8}")
+    with _locked_folder(path):
+        for found in os.listdir(folder):  # noqa: PTH208 (see remove_file)
+            if beside.fullmatch(found) and _is_stale(each := os.path.join(folder, found)):  # noqa: PTH118
+                os.unlink(each)  # noqa: PTH108 (see remove_file)
+    return f"unix:{path}.{secrets.token_hex(4)}"
 
 
 def parse_address(text: str) -> Address:
@@ -142,7 +177,8 @@ class ListeningSocket:
 
     Raises:
         AddressError: The address is not valid, not ours, or remote without `allow_remote`.
-        AddressInUseError: Another process listens there.
+        AddressInUseError: Another process listens there, or this one: the text says where what
+            listens was made.
         DescriptorLimitError: No descriptor is left.
     """
 
@@ -165,7 +201,12 @@ class ListeningSocket:
         self.socket.setblocking(False)
         name = self.socket.getsockname()
         self.is_unix = address.is_unix
+        self._target = address.target if address.is_unix else (name[0], name[1])
         self.address = text if address.is_unix else tcp_text((name[0], name[1]))
+        self.made_at = called_from()
+        """``FILE:LINE`` of the code that has made the socket, outside of this package."""
+        # In the place of one that is closed, whose number the kernel has given to this one.
+        _listening[self.socket.fileno()] = weakref.ref(self)
 
     def remove_file(self) -> None:
         """Remove the socket's file, if there is one and it is still its own; before closing it.
@@ -179,6 +220,18 @@ class ListeningSocket:
         if is_open and self._identity is not None and self._identity == _identity(path):
             with contextlib.suppress(OSError):  # left behind, it is replaced at the next start
                 os.unlink(path)  # noqa: PTH108 (paths here are socket names, not files to read)
+
+    def holds(self, address: Address) -> bool:
+        """Return whether no other socket can listen at an address, because this one does."""
+        if self.socket.fileno() < 0:
+            return False
+        if address.path is not None:
+            # By the file: it has many paths.
+            return self._identity is not None and self._identity == _identity(address.path)
+        own, other = self._target, address.target
+        if isinstance(own, tuple) and isinstance(other, tuple):
+            return own[1] == other[1] and (own[0] == other[0] or bool(_ALL & {own[0], other[0]}))
+        return own == other
 
     def _listen(self, address: Address) -> None:
         try:
@@ -198,9 +251,7 @@ class ListeningSocket:
             raise
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise AddressInUseError(
-                    f"another process listens at {address.text!r} already; choose another address"
-                ) from error
+                raise _in_use(address) from error
             raise AddressError(f"cannot listen at {address.text!r}: {error}") from error
 
     def _bind(self, address: Address) -> None:
@@ -209,6 +260,23 @@ class ListeningSocket:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(address.target)
         self.socket.listen(_BACKLOG)
+
+
+_listening: dict[int, weakref.ref[ListeningSocket]] = {}
+"""Descriptor -> the socket that was last made with it in this process, for errors."""
+
+
+def _in_use(address: Address) -> AddressInUseError:
+    for each in list(_listening.values()):
+        if (other := each()) is not None and other.holds(address):
+            return AddressInUseError(
+                f"this process listens at {address.text!r} already, made at {other.made_at}; close "
+                "what listens there, or choose another address",
+                made_at=other.made_at,
+            )
+    return AddressInUseError(
+        f"another process listens at {address.text!r} already; choose another address"
+    )
 
 
 @contextlib.contextmanager
@@ -288,13 +356,14 @@ def connect(sock: socket.socket, address: Address, deadline: Deadline) -> None:
     except OSError as error:
         raise PeerLostError(
             f"cannot reach {address.text}: {error.strerror or error}; is the trainer running?"
+            + (_ABSTRACT if address.is_unix and address.path is None else "")
         ) from error
 
 
 def limit_wait(sock: socket.socket, deadline: Deadline) -> None:
     """Let the socket's next wait end at the deadline."""
-    # A time-out of zero would mean: do not block.
-    sock.settimeout(max(deadline.remaining(), 0.001))
+    # A time-out of zero would mean: do not block. The kernel's counter ends after 24 days.
+    sock.settimeout(min(max(deadline.remaining(), 0.001), _LONGEST_WAIT_S))
 
 
 def no_delay(sock: socket.socket) -> None:

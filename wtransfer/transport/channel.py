@@ -9,7 +9,8 @@ Life of a connection, with the side of each step:
 2. worker: a `Dialer` dials, with back-off, until a listener answers
 3. both: on Unix sockets the kernel states the peer's user; another user's process is refused
 4. both: Challenge, Auth, Welcome (see `wtransfer.transport.handshake`); a listener allows 1 s for
-   the whole of it and frames of at most 1 KiB, a dialer waits until its deadline
+   the whole of it and frames of at most 1 KiB, a dialer waits until its deadline; one that is cut
+   off dials again
 5. both: `on_open`, then the application's messages in order, in frames that are checked and limited
    before they are read (see `wtransfer.transport.framing`)
 6. both: a side that has been silent for half of `heartbeat_s` sends a ping; a side that has heard
@@ -56,6 +57,7 @@ from wtransfer.errors import (
     WTransferError,
 )
 from wtransfer.transport.address import (
+    Address,
     ListeningSocket,
     check_same_user,
     connect,
@@ -87,6 +89,7 @@ __all__ = [
     "PROTOCOL",
     "Codec",
     "Connection",
+    "Dial",
     "Dialer",
     "Listener",
     "MessageType",
@@ -114,7 +117,7 @@ _UNPROVEN_READ_NBYTES = 1024
 _FLUSH_S = 0.5
 _MAX_HEARTBEAT_S = 5.0
 
-_GRACE_S = 0.1  # a worker answers a challenge within a few milliseconds
+_GRACE_S = 0.1  # a worker answers a challenge within a few milliseconds, or else dials again
 _ACCEPTS_PER_TURN = 16  # so that the others' sockets are served between two bursts
 _PAUSE_S = 0.1
 _WARN_EVERY_S = 1.0  # a flood of strangers must not become a flood of warnings
@@ -291,11 +294,23 @@ class Connection:
 
     # -- for the owner, on the loop's thread
 
-    def start(self, opening: msgspec.Struct | None = None) -> None:
-        """Serve the socket: shake hands, or begin with the messages after a done handshake."""
+    def start(
+        self, opening: msgspec.Struct | None = None, handshake_s: float | None = None
+    ) -> None:
+        """Serve the socket: shake hands, or begin with the messages after a done handshake.
+
+        Args:
+            opening: First message of the handshake; None: the handshake is done.
+            handshake_s: Time for the handshake, in seconds; None: no limit.
+        """
         self._loop.watch(self._socket, READ, self._ready)
+        if handshake_s is not None:
+            late = StallError(
+                f"{self.peer} did not finish the handshake within {handshake_s:g} s",
+                seconds=handshake_s,
+            )
+            self._timer = self._loop.call_later(handshake_s, lambda: self.cut(late))
         if opening is not None:
-            self._timer = self._loop.call_later(HANDSHAKE_S, self._handshake_late)
             self._queue(HANDSHAKE.encode(opening))
             self._flush()
         if self._handshake.complete:
@@ -305,6 +320,12 @@ class Connection:
                 self._flush()
             except Exception as error:
                 self._fail(error)
+
+    def cut(self, error: WTransferError) -> None:
+        """Drop a peer in its handshake, and say so: the peer is to dial again."""
+        # Not the error's own class: peers take a refusal of another class as final.
+        self._reject(PeerLostError(str(error)))
+        self.drop(error)
 
     def drop(self, error: WTransferError | None) -> None:
         """Close the socket now; queued messages are lost."""
@@ -402,19 +423,14 @@ class Connection:
 
     def _refuse(self, error: PeerError) -> None:
         """Drop the peer; an unproven one is sent the reason, if it reads."""
+        self._reject(error)
+        self.drop(error)
+
+    def _reject(self, error: PeerError) -> None:
         reject = self._handshake.refusal(error) if self._state is _State.HANDSHAKE else None
         if reject is not None:
             self._queue(HANDSHAKE.encode(reject))
             self._flush()
-        self.drop(error)
-
-    def _handshake_late(self) -> None:
-        self.drop(
-            StallError(
-                f"{self.peer} did not finish the handshake within {HANDSHAKE_S:g} s",
-                seconds=HANDSHAKE_S,
-            )
-        )
 
     def _pulse(self) -> None:
         """Check the peer's silence and break our own; reschedule for the next of both."""
@@ -536,9 +552,10 @@ class Listener(_Endpoint):
     """The trainer's end: listens at one address and serves its connections.
 
     Admission: a peer has 1 s to prove that it knows the token. At most `MAX_UNPROVEN` peers are in
-    that state; when one more comes, the oldest is dropped, but none within its first 0.1 s. Until
+    that state; when one more comes, the oldest is cut off, but none within its first 0.1 s. Until
     one is that old, newcomers wait in the kernel's queue. So a flood can neither take a worker's
-    place nor keep it waiting for long, and its cost is bounded.
+    place nor keep it waiting for long, and its cost is bounded. A peer is sent the reason as it is
+    cut off, and dials again.
 
     Args:
         codec: Messages of the application.
@@ -553,12 +570,15 @@ class Listener(_Endpoint):
         deadline_s: Silence after which a peer is given up, in seconds; None: never, and there are
             no heartbeats. Either side breaks a silence after a quarter of it, at most 5 s.
         max_connections: Most workers at a time.
+        handshake_s: Time for a peer's handshake, in seconds; None: no limit, and a peer makes room
+            for another one after `HANDSHAKE_S`. Only for Unix addresses, where the kernel vouches
+            for the peer's user.
         allow_remote: Whether TCP beyond loopback is wanted.
         protocol: Protocol number to speak.
 
     Raises:
         AddressError: The address is not valid, not ours, or remote without `allow_remote`.
-        AddressInUseError: Another process listens there; nothing is left half open.
+        AddressInUseError: The address is in use; nothing is left half open.
         DescriptorLimitError: No descriptor is left.
     """
 
@@ -574,6 +594,7 @@ class Listener(_Endpoint):
         token: str | None = None,
         deadline_s: float | None = 30.0,
         max_connections: int = MAX_CONNECTIONS,
+        handshake_s: float | None = HANDSHAKE_S,
         allow_remote: bool = False,
         protocol: int = PROTOCOL,
     ) -> None:
@@ -583,10 +604,12 @@ class Listener(_Endpoint):
         self._on_open, self._on_message, self._on_close = on_open, on_message, on_close
         self._on_refused = on_refused
         self._max_connections = max_connections
+        self._handshake_s = handshake_s
         self._protocol = protocol
         self._warned_at = -_WARN_EVERY_S
         self._open: set[Connection] = set()
-        # In order of arrival: every peer has the same time allowed, so the first is the oldest.
+        self._paused = Timer(lambda: None)
+        # In order of arrival: the first is the oldest.
         self._unproven: dict[Connection, float] = {}
 
         def make() -> socket.socket:
@@ -642,17 +665,19 @@ class Listener(_Endpoint):
             return True
         oldest, since = next(iter(self._unproven.items()))
         age_s = time.monotonic() - since
-        if age_s < _GRACE_S:
-            self._pause(_GRACE_S - age_s)
+        grace_s = HANDSHAKE_S if self._handshake_s is None else _GRACE_S
+        if age_s < grace_s:
+            self._pause(grace_s - age_s)
             return False
-        oldest.drop(LimitError(f"{oldest.peer} made way: too many peers without a proof"))
+        oldest.cut(LimitError(f"{oldest.peer} made way: too many peers without a proof"))
         return True
 
     def _pause(self, seconds: float) -> None:
         self._loop.watch(self._socket, 0, self._accept_some)
-        self._loop.call_later(seconds, self._resume)
+        self._paused = self._loop.call_later(seconds, self._resume)
 
     def _resume(self) -> None:
+        self._paused.cancel()
         if not self._closing:
             self._loop.watch(self._socket, READ, self._accept_some)
 
@@ -689,7 +714,7 @@ class Listener(_Endpoint):
             on_gone=self._gone,
         )
         self._unproven[connection] = time.monotonic()
-        connection.start(handshake.start())
+        connection.start(handshake.start(), self._handshake_s)
 
     def _check_room(self) -> None:
         if len(self._open) >= self._max_connections:
@@ -699,9 +724,14 @@ class Listener(_Endpoint):
             )
 
     def _admitted(self, connection: Connection) -> None:
-        del self._unproven[connection]
+        self._left_room(connection)
         self._open.add(connection)
         self._on_open(connection)
+
+    def _left_room(self, connection: Connection) -> None:
+        del self._unproven[connection]
+        if self._paused.call is not None:
+            self._resume()
 
     def _gone(self, connection: Connection, error: WTransferError | None) -> None:
         if connection in self._open:
@@ -711,7 +741,7 @@ class Listener(_Endpoint):
             except Exception:
                 log.exception("on_close failed for %s", connection.peer)
         else:
-            del self._unproven[connection]
+            self._left_room(connection)
             if error is not None:
                 error.add_facts(worker=connection.peer)
                 self._refused(error)
@@ -728,6 +758,71 @@ class Listener(_Endpoint):
             self._on_refused(error)
         except Exception:
             log.exception("on_refused failed")
+
+
+class Dial:
+    """The making of a connection, which another thread can call off."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._off = threading.Event()
+        self._socket: socket.socket | None = None
+
+    def call_off(self) -> None:
+        """Let the dial raise, now or later, unless it is done; any thread may call it."""
+        with self._lock:
+            self._off.set()
+            if self._socket is not None:
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+
+    def check(self) -> None:
+        """Raise if the dial was called off.
+
+        Raises:
+            ClosedError: It was.
+        """
+        if self._off.is_set():
+            raise ClosedError("the dial was called off")
+
+    @contextlib.contextmanager
+    def through(self, sock: socket.socket) -> Iterator[None]:
+        """Dial through a socket, which is closed only after the block.
+
+        `call_off` ends the socket's waits within the block. One for a connection that is not there
+        yet may go on: `check` after it.
+
+        Raises:
+            ClosedError: The dial was called off.
+        """
+        with self._lock:
+            self._socket = sock
+        try:
+            self.check()
+            yield
+        finally:
+            # Under the lock: the descriptor's number may be another file's as soon as it is closed.
+            with self._lock:
+                self._socket = None
+
+    def pause(self, seconds: float) -> None:
+        """Wait before the next attempt.
+
+        Raises:
+            ClosedError: The dial was called off.
+        """
+        self._off.wait(seconds)
+        self.check()
+
+    def done(self) -> None:
+        """Let the socket be: `call_off` does not reach it from here on.
+
+        Raises:
+            ClosedError: The dial was called off.
+        """
+        with self._lock:
+            self._socket = None
+        self.check()
 
 
 class Dialer(_Endpoint):
@@ -792,7 +887,7 @@ class Dialer(_Endpoint):
         self._deadline_s = deadline_s
         self._protocol = protocol
         self._dialing = False
-        self._connecting: socket.socket | None = None
+        self._dial_out = Dial()
         self._connection: Connection | None = None
         self._pause_s = _FIRST_PAUSE_S
         self._timer = Timer(lambda: None)
@@ -821,14 +916,11 @@ class Dialer(_Endpoint):
             return
         self._closing = True
         self._timer.cancel()
-        connecting = self._connecting
+        self._dial_out.call_off()  # an attempt fails, and says so
         if self._connection is not None:
             self._connection.close()
         elif not self._dialing:
             self._leave()
-        elif connecting is not None:
-            with contextlib.suppress(OSError):
-                connecting.shutdown(socket.SHUT_RDWR)  # the attempt fails, and says so
 
     def _dial(self) -> None:
         if self._closing:
@@ -848,12 +940,10 @@ class Dialer(_Endpoint):
             address = parse_address(self.address)
             with descriptor_errors(f"connecting to {self.address}"):
                 sock = self._loop.adopt(lambda: socket.socket(address.family, socket.SOCK_STREAM))
-            self._connecting = sock
-            # `close` interrupts a waiting socket; an attempt that does not wait yet checks here.
-            self._check_open()
-            connect(sock, address, Deadline(_CONNECT_S))
-            self._check_open()
-            reader = shake_hands(sock, handshake, Deadline(self._deadline_s), self.address)
+            with self._dial_out.through(sock):
+                connect(sock, address, Deadline(_CONNECT_S))
+                self._dial_out.check()
+                reader = shake_hands(sock, handshake, Deadline(self._deadline_s), self.address)
             sock.setblocking(False)
         except Exception as error:
             failure: WTransferError
@@ -863,18 +953,12 @@ class Dialer(_Endpoint):
                 failure = PeerLostError(
                     f"cannot reach {self.address}: {error}; is the trainer running?"
                 )
-            self._connecting = None
             if sock is not None:
                 self._loop.release(sock)
             self._loop.call_soon(lambda: self._failed(failure))
             return
-        self._connecting = None
         if not self._loop.call_soon(lambda: self._established(sock, handshake, reader)):
             self._loop.release(sock)
-
-    def _check_open(self) -> None:
-        if self._closing:
-            raise ClosedError(f"the dialer of {self.address} was closed")
 
     def _established(
         self, sock: socket.socket, handshake: WorkerHandshake, reader: FrameReader
@@ -943,9 +1027,18 @@ class Dialer(_Endpoint):
 
 @contextlib.contextmanager
 def dialed(
-    codec: Codec, address: str, token: str, deadline: Deadline
+    codec: Codec, address: str, token: str, deadline: Deadline, dial: Dial | None = None
 ) -> Iterator[tuple[socket.socket, FrameReader]]:
     """Connect to a listener and shake hands, on the caller's thread, for one question.
+
+    A listener that cuts the handshake off is dialed again: it had no room, or this side was late.
+
+    Args:
+        codec: Messages of the application.
+        address: The listener's.
+        token: Shared secret.
+        deadline: Bounds the whole call.
+        dial: Calls the dial off; None: nobody does. Not `Dial.done` yet when the block begins.
 
     Yields:
         The socket, to be closed by leaving the block unless it is detached, and the reader of what
@@ -954,22 +1047,41 @@ def dialed(
     Raises:
         PeerError: The listener is gone, or one side refuses the other.
         StallError: The deadline has passed.
+        ClosedError: The dial was called off.
         AddressError: The address is not valid.
         OSError: There is no descriptor.
     """
-    parsed = parse_address(address)
-    with socket.socket(parsed.family) as sock:
-        while True:
+    parsed, dial = parse_address(address), dial or Dial()
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        with socket.socket(parsed.family) as sock, dial.through(sock):
+            _connect_in_turn(dial, sock, parsed, deadline)
             try:
-                connect(sock, parsed, deadline)
-                break
+                reader = shake_hands(sock, WorkerHandshake(token), deadline, address)
             except PeerLostError as error:
-                if not isinstance(error.__cause__, BlockingIOError):
-                    raise
-                deadline.check(f"the connection to {address}: its queue is full")
-        reader = shake_hands(sock, WorkerHandshake(token), deadline, address)
-        reader.codec = codec
-        yield sock, reader
+                dial.check()
+                deadline.check(f"the handshake with {address} ({error.message})")
+            else:
+                reader.codec = codec
+                yield sock, reader
+                return
+        # A listener that is gone refuses the next connection, with the cause.
+        dial.pause(min(pause_s, deadline.remaining()))
+        pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+
+def _connect_in_turn(dial: Dial, sock: socket.socket, address: Address, deadline: Deadline) -> None:
+    while True:
+        dial.check()
+        try:
+            connect(sock, address, deadline)
+        except PeerLostError as error:
+            if not isinstance(error.__cause__, BlockingIOError):
+                raise
+            deadline.check(f"the connection to {address.text}: its queue is full")
+        else:
+            break
+    dial.check()
 
 
 def ask(

@@ -279,7 +279,9 @@ def shake_hands(
             for message in reader.feed(data):
                 answer = handshake.receive(message)
                 if answer is not None:
-                    sock.sendall(HANDSHAKE.encode(answer))
+                    # A listener that has closed may have said why before.
+                    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                        sock.sendall(HANDSHAKE.encode(answer))
                 if handshake.complete:
                     return reader  # what follows is the application's
     except PeerError as error:

@@ -3,9 +3,11 @@
 How a segment travels:
 
 1. Exporter: listens at an abstract Unix socket; address and secret reach the reader another way.
+   Where a process beside it has a socket in a folder, the exporter has one there, too, and the path
+   is its abstract name: readers that see the folder need not share the network namespace.
 2. Exporter: `SegmentExporter.export` registers a segment under a number.
-3. Reader: `attach` connects and shakes hands as any dialer of the channel does, and sends the
-   number.
+3. Reader: `attach` connects and shakes hands as any dialer of the channel does, again where the
+   exporter had no room, and sends the number.
 4. Exporter: counts a lease, answers with size and descriptor.
 5. Reader: maps it privately and keeps the connection for as long as the mapping lives.
 6. Exporter: sees the connection end, and counts the lease no longer.
@@ -31,7 +33,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from wtransfer.deadline import Deadline
+from wtransfer.deadline import LONGEST_S, Deadline
 from wtransfer.errors import (
     AddressError,
     ClosedError,
@@ -42,8 +44,8 @@ from wtransfer.errors import (
     StallError,
     WTransferError,
 )
-from wtransfer.transport.address import limit_wait, parse_address
-from wtransfer.transport.channel import Codec, Connection, Listener, MessageType, dialed
+from wtransfer.transport.address import address_beside, limit_wait, parse_address
+from wtransfer.transport.channel import Codec, Connection, Dial, Listener, MessageType, dialed
 from wtransfer.transport.memory import Segment, map_private, os_errors
 
 if TYPE_CHECKING:
@@ -103,20 +105,42 @@ class SegmentExporter:
     Args:
         address: Address to listen at; by default a random abstract Unix address.
         secret: Secret that a reader has to prove to know; by default a random one.
+        beside: Address of another listener of this process. Where that is a path, this one listens
+            at a path beside it, too, for readers in other network namespaces.
 
     Raises:
         AddressInUseError: Another process listens there.
         DescriptorLimitError: No descriptor is left.
     """
 
-    def __init__(self, address: str | None = None, secret: str | None = None) -> None:
+    def __init__(
+        self, address: str | None = None, secret: str | None = None, *, beside: str | None = None
+    ) -> None:
         # Guards segments and leases. A condition: every lease's end wakes `wait_free`.
         self._changed = threading.Condition()
         self._segments: dict[int, _Exported] = {}
         self._leases: dict[Connection, int] = {}
         self._closed = False
         self._pid = os.getpid()
-        self._listener = Listener(
+        path = address_beside(beside)
+        # The abstract name is the path's: readers find either by it, of any release.
+        self._listener = self._listen(
+            path.replace("unix:", "unix:@", 1) if path else address, secret
+        )
+        self._at_path: Listener | None = None
+        self.address = self._listener.address
+        """Address that readers connect to."""
+        self.secret = self._listener.token
+        """Secret that a reader has to prove to know; hand it over out of band."""
+        if path is not None:
+            try:
+                self._at_path = self._listen(path, self.secret)
+            except BaseException:
+                self._listener.close()
+                raise
+
+    def _listen(self, address: str | None, secret: str | None) -> Listener:
+        return Listener(
             CODEC,
             address=address,
             token=secret,
@@ -124,12 +148,10 @@ class SegmentExporter:
             on_message=self._on_message,
             on_close=self._on_close,
             deadline_s=None,  # a stopped reader keeps its lease
+            # Of a busy host's many readers each is late now and then; the round is their limit.
+            handshake_s=None,
             max_connections=MAX_LEASES,
         )
-        self.address = self._listener.address
-        """Address that readers connect to."""
-        self.secret = self._listener.token
-        """Secret that a reader has to prove to know; hand it over out of band."""
 
     def export(
         self, segment_id: int, segment: Segment, facts: Mapping[str, Fact] | None = None
@@ -201,6 +223,8 @@ class SegmentExporter:
             self._segments.clear()
             self._changed.notify_all()
         self._listener.close()
+        if self._at_path is not None:
+            self._at_path.close()
 
     def _check_usable(self) -> None:
         self._listener.check_process()
@@ -253,18 +277,26 @@ class Shared(NamedTuple):
     """The exporter's facts about it."""
 
 
-def attach(address: str, secret: str, segment_id: int, timeout_s: float) -> Lease:
+def attach(
+    address: str,
+    secret: str,
+    segment_id: int,
+    timeout_s: float | None = None,
+    dial: Dial | None = None,
+) -> Lease:
     """Map a segment and hold a lease on it until the mapping is gone.
 
     Args:
         address: `SegmentExporter.address`.
         secret: `SegmentExporter.secret`.
         segment_id: Number of the segment.
-        timeout_s: Longest time for the whole call, in seconds.
+        timeout_s: Longest time for the whole call, in seconds; None: no limit.
+        dial: Calls this call off, from another thread; None: nobody does.
 
     Raises:
         SegmentGoneError: The exporter does not export this segment (any more).
         PeerLostError: The exporter is gone.
+        ClosedError: The call was called off.
         AuthenticationError: Wrong secret, or the exporter belongs to another user.
         ProtocolError: The exporter speaks another protocol.
         StallError: No answer within the time allowed.
@@ -275,7 +307,10 @@ def attach(address: str, secret: str, segment_id: int, timeout_s: float) -> Leas
 
     Cost: about 0.5 ms.
     """
-    with _attached(address, secret, segment_id, timeout_s) as (sock, answer, fd):
+    dial = dial or Dial()
+    with _attached(address, secret, segment_id, timeout_s, dial) as (sock, answer, fd):
+        # Before there is a mapping: a connection that is shut down would end its lease.
+        dial.done()
         mapping = map_private(fd, answer.nbytes)
         # From here on the connection ends with the mapping. Not at interpreter exit, where a
         # daemon thread may still run the model: the kernel closes it after the last thread.
@@ -289,23 +324,26 @@ def share(address: str, secret: str, segment_id: int, timeout_s: float) -> Share
     Raises:
         WTransferError: As `attach`.
     """
-    with _attached(address, secret, segment_id, timeout_s) as (_, answer, fd):
+    with _attached(address, secret, segment_id, timeout_s, Dial()) as (_, answer, fd):
         return Shared(Segment.of(os.dup(fd), answer.nbytes), answer.facts)
 
 
 @contextlib.contextmanager
 def _attached(
-    address: str, secret: str, segment_id: int, timeout_s: float
+    address: str, secret: str, segment_id: int, timeout_s: float | None, dial: Dial
 ) -> Iterator[tuple[socket.socket, Attached, int]]:
     """Get a segment's descriptor, open within the context, over a connection of its own."""
-    deadline = Deadline(timeout_s)
+    deadline = Deadline(LONGEST_S if timeout_s is None else timeout_s)
     if not parse_address(address).is_unix:
         raise AddressError(f"{address!r} is no Unix socket: only those carry descriptors")
+    path = address.removeprefix("unix:@")
+    if path.startswith("/") and os.path.exists(path):  # noqa: PTH110 (a socket's name)
+        address = f"unix:{path}"
     fds: list[int] = []
     try:
         with (
             os_errors(f"attaching segment {segment_id} of {address}"),
-            dialed(CODEC, address, secret, deadline) as (sock, reader),
+            dialed(CODEC, address, secret, deadline, dial) as (sock, reader),
         ):
             sock.sendall(CODEC.encode(Attach(segment_id)))
             answer = next(reader.feed(b""), None)
@@ -319,6 +357,7 @@ def _attached(
                 for _, _, raw in ancillary:
                     fds += array.array("i", raw)
                 if not data:
+                    dial.check()
                     raise PeerLostError(f"{address} closed the connection")
                 answer = next(reader.feed(data), None)
             if isinstance(answer, Gone):
@@ -337,8 +376,9 @@ def _attached(
         raise
     except TimeoutError as error:
         raise StallError(
-            f"attaching segment {segment_id}: no answer from {address} within {timeout_s:g} s",
-            seconds=timeout_s,
+            f"attaching segment {segment_id}: no answer from {address} within "
+            f"{deadline.seconds:g} s",
+            seconds=deadline.seconds,
         ) from error
     except OSError as error:
         raise PeerLostError(

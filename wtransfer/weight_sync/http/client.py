@@ -19,6 +19,7 @@ import contextlib
 import re
 import socket
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -54,7 +55,8 @@ MAX_RESPONSE_NBYTES = 64 << 20
 
 _PORTS = {"http": 80, "https": 443}
 _MAX_SHOWN = 2000  # characters of a response that is no error of ours
-_UNAUTHORIZED, _NOT_FOUND = 401, 404
+_PAUSE_S = 0.1
+_UNAUTHORIZED, _NOT_FOUND, _TIMEOUT = 401, 404, 408
 
 
 @dataclass(frozen=True)
@@ -238,10 +240,19 @@ class HttpClient:
                 timeout=httpx.Timeout(deadline.seconds, connect=min(CONNECT_S, deadline.seconds)),
             ) as client:
                 cut_off.start()
-                with client.stream(
-                    method, path, json=body, params=params, extensions={"trace": self._check_user}
-                ) as response:
-                    raw = self._read(response, request)
+                while True:
+                    with client.stream(
+                        method,
+                        path,
+                        json=body,
+                        params=params,
+                        extensions={"trace": self._check_user},
+                    ) as response:
+                        raw = self._read(response, request)
+                    # The server has closed without a request: this side was late.
+                    if response.status_code != _TIMEOUT or deadline.expired:
+                        break
+                    time.sleep(_PAUSE_S)
         except httpx.HTTPError as error:
             raise self._lost(error, request, deadline) from error
         finally:

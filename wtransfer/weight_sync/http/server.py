@@ -112,6 +112,8 @@ PAUSE_MODES = ("abort", "wait", "keep")
 
 _READ_NBYTES = 8 << 10
 _BACKLOG = 64  # asyncio accepts as many in one turn of its loop, before the protocol sees any
+_NO_REQUEST = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+"""Answer to a connection without a whole header: clients may send the request again (RFC 9110)."""
 _JOIN_POLL_S = 0.005
 _CLOSE_S = 3.0
 _DIGEST_ATTEMPTS = 5
@@ -150,7 +152,7 @@ class WorkerServer:
 
     Raises:
         PluginNotInstalledError: starlette and uvicorn are not installed.
-        AddressInUseError: Another process listens there.
+        AddressInUseError: The address is in use.
         AddressError: The address is not valid, or not this host's.
     """
 
@@ -287,15 +289,20 @@ class _BoundedProtocol(H11Protocol):
         return True
 
     def leave(self) -> None:
-        """Close the connection now."""
+        """Close the connection now; a peer that is late, and no stranger, asks again."""
         # In this order: with its timer the connection would be found again, until its loss is told.
         self._stop_timer()
-        self.transport.abort()
+        self.transport.write(_NO_REQUEST)
+        # Sent at once, or never: a peer that reads nothing must not be waited for.
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            self.transport.close()
 
     def _await_headers(self) -> None:
         # Once per request: bytes that trickle in must not restart it.
         if self.header_timer is None:
-            self.header_timer = self.loop.call_later(HEADER_S, self.transport.abort)
+            self.header_timer = self.loop.call_later(HEADER_S, self.leave)
 
     def _stop_timer(self) -> None:
         if self.header_timer is not None:

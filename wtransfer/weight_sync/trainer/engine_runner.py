@@ -130,9 +130,13 @@ class RoundClient:
 
     Callable from any thread. Calls raise as soon as the round has failed, so that an engine's loop
     ends with the round.
+
+    Args:
+        address: Address that the publisher was told to listen at.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, address: str | None = None) -> None:
+        self.address = address
         self._round: RoundSteps | None = None
 
     def attach(self, round_: RoundSteps) -> None:
@@ -222,6 +226,7 @@ class EngineRunner:
         source: The user's source.
         screen: True to count NaN and infinity.
         base: Checkpoint of which the tensors stay that the source does not have.
+        address: Address that the publisher was told to listen at.
     """
 
     def __init__(
@@ -233,12 +238,13 @@ class EngineRunner:
         screen: bool = False,
         *,
         base: BaseCheckpoint | None = None,
+        address: str | None = None,
     ) -> None:
         self.name = name
         self.plugin = f"engines:{name}"
         self.worker_init_info: dict[str, Any] | None = None
         self.members: frozenset[object] = frozenset()
-        self._client = RoundClient()
+        self._client = RoundClient(address)
         cls: Any = trainer_cls
         if cls is None:
             cls = WeightTransferTrainerFactory.trainer_class(name)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from wtransfer.transport.address import Address
     from wtransfer.weight_sync.worker.participant import Member
 
-LOSS_GRACE_S = 0.25
+LOSS_GRACE_S = 1.0
 """Seconds that `join` waits for the loss of a connected publisher to be noticed."""
 LOSS_POLL_S = 0.005
 """Seconds between two polls of that."""
@@ -40,6 +40,8 @@ class JoinedPublisher:
     def __init__(self, token: str | None, engines: Collection[str] | None) -> None:
         self.current: PublisherConnection | Follower | None = None
         """The publisher that was joined and not left."""
+        self.has_joined = False
+        """True once a publisher was joined, also if it was left."""
         self.lock = threading.RLock()
         """Held while a publisher is joined or left."""
         self._token = token
@@ -61,7 +63,8 @@ class JoinedPublisher:
             # Before any connection: the publisher would refuse a second one as the same worker.
             if self.at(address) is not None:
                 raise ValueError(f"this WorkerSession has joined {address} already; join it once")
-            # A publisher that ended a moment ago is noticed within milliseconds.
+            # A publisher that ended a moment ago is noticed within milliseconds, on a busy host
+            # later.
             grace = Deadline(LOSS_GRACE_S)
             while current is not None and current.connected and not grace.expired:
                 time.sleep(LOSS_POLL_S)
@@ -94,6 +97,7 @@ class JoinedPublisher:
                 publisher = PublisherConnection(member, address, secret, host, self._engines)
             # In this order: messages after the hello must reach the publisher.
             self.current = publisher
+            self.has_joined = True
             try:
                 publisher.start()
             except BaseException:
