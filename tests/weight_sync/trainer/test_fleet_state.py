@@ -81,10 +81,10 @@ class Server:
         return [f"{self.number}.{self.life}.{replica}" for replica in range(self.num_replicas)]
 
     def wanted(self, host):
-        """Return the ranks that the publisher can know of."""
+        """Return the ranks that the publisher was told of; None: nobody has told."""
         told = self.tells == "hello" and any(each.host == host for each in self.workers.values())
         answered = self.tells == "answer" and host in self.told
-        return self.num_replicas if told or answered else 1
+        return self.num_replicas if told or answered else None
 
     def stop(self):
         self.up, self.joined_as = False, None
@@ -151,6 +151,7 @@ class Fleets(RuleBasedStateMachine):
         self.missing_since, self.lost_at = {}, {}
         self.absent_in_last_round = set()
         self.drained = set()
+        self.here, self.seen = Counter(), Counter()
         for host in named:
             self.add(host, by_hand=True)
         if have_joined:
@@ -195,6 +196,8 @@ class Fleets(RuleBasedStateMachine):
             self.said,
             self.last_answer,
             self.missing_since,
+            self.here,
+            self.seen,
         ):
             known.pop(host, None)
         self.absent_in_last_round.discard(host)
@@ -210,6 +213,8 @@ class Fleets(RuleBasedStateMachine):
     def invite(self):
         self.state.ask(self.state.hosts)
         self.by_hand = dict.fromkeys(self.state.hosts, True)
+        # The user names them again.
+        self.drained.clear()
 
     @rule()
     def ask(self):
@@ -243,6 +248,9 @@ class Fleets(RuleBasedStateMachine):
             self.state.said_no(host, error, self.now, drained=drained)
         if self.state.hosts.get(host.name) is host:
             self.answered_at[host.name] = self.now
+            if error is None and self.last_answer.get(host.name) == "yes":
+                # Twice: no other worker is on its way.
+                self.seen[host.name] = self.here[host.name]
             self.said[host.name] = "yes" if error is None else str(error)
             self.last_answer[host.name] = self.said[host.name]
             if drained:
@@ -322,7 +330,13 @@ class Fleets(RuleBasedStateMachine):
         assert self.removed == self.taken_off
         ranks = Counter(self.host_of(each) for each in whole)
         for name, host in self.state.hosts.items():
-            is_missing = ranks[name] < self.server(name).wanted(name)
+            self.here[name] = ranks[name]
+            self.seen[name] = max(self.seen[name], ranks[name])
+            wanted = self.server(name).wanted(name)
+            if wanted is None:
+                # Nobody has told: as many as there ever were.
+                wanted = max(1, self.seen[name] if host.worker is None else 0)
+            is_missing = ranks[name] < wanted
             self.what_is_missing_is_absent(host, is_missing=is_missing)
             self.who_is_missing_or_has_not_said_yes_is_asked(host, is_missing=is_missing)
         self.no_worker_counts_for_two()
@@ -346,7 +360,9 @@ class Fleets(RuleBasedStateMachine):
         if since is None:
             # Lost since the last look: the next question comes soon.
             since = self.missing_since[host.name] = self.lost_at[host.name] = self.now
+            # What it has answered was answered by a process that may be gone.
             self.said.pop(host.name, None)
+            self.last_answer.pop(host.name, None)
             self.must_be_due(host.name, self.now + FIRST_PAUSE_S)
         assert (host in self.state.absent()) == (host.name not in self.drained)
         absence = host.absence(self.now, "its process is gone")
