@@ -47,8 +47,8 @@ _QUEUE_PATIENCE = struct.pack("ll", 0, 200_000)  # struct timeval: seconds, micr
 _CREDENTIALS = struct.Struct("3i")
 
 _ABSTRACT = (
-    " If it is, it has another network namespace, in which alone its name is known: containers "
-    "must share theirs, or a volume that all mount at one path (listen='unix:/path')"
+    " If it is, it has another network namespace, in which alone this name is known: share one, or "
+    "let the publisher listen at a path on a volume that both sides mount (listen='unix:/path')"
 )
 
 RANDOM_PREFIX = "unix:@wtransfer-"
