@@ -198,6 +198,14 @@ def test_frames_of_causes_in_a_circle_are_forgotten():
     forget_frames(one)
 
 
+def test_call_of_a_finaliser_waits_for_no_lock_of_its_own_thread():
+    """The collector may run within `Thread.start`."""
+    made = threading.Event()
+    with threading._active_limbo_lock:
+        calls.start_in_finaliser(made.set, "tests-finaliser")
+    assert made.wait(PATIENCE_S)
+
+
 # -- announcements
 
 

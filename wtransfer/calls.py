@@ -410,6 +410,20 @@ def start_thread(thread: threading.Thread) -> None:
         raise errors.pop()
 
 
+def start_in_finaliser(function: Callable[[], Any], name: str) -> None:
+    """Make a call on a daemon thread of its own, from a finaliser: takes no lock and never waits.
+
+    The collector runs finalisers wherever a thread happens to be, within `Thread.start` as well,
+    whose lock is not reentrant. So only C runs here, and another thread makes that call.
+
+    Raises:
+        RuntimeError: No thread can be started.
+    """
+    _thread.start_new_thread(
+        lambda: threading.Thread(target=function, name=name, daemon=True).start(), ()
+    )
+
+
 def start_call(function: Callable[[], Any], name: str) -> Call:
     """Make a call on a daemon thread of its own; see `Call.start`."""
     call = Call(function)

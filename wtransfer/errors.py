@@ -9,6 +9,7 @@ locate the failure are appended to the text, so that the code that learns them a
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any, ClassVar, TypeAlias, get_origin, get_type_hints
 
 Fact: TypeAlias = str | int | float | bool | list[str] | None
@@ -302,6 +303,9 @@ class AddressError(WTransferError, ValueError):
 class AddressInUseError(WTransferError, OSError):
     """The address is in use."""
 
+    made_at: str | None = None
+    """``FILE:LINE`` of the code of this process that listens there; None: not this process."""
+
 
 class SegmentGoneError(PeerError, LookupError):
     """The peer does not lend this shared segment (any more): its round is over."""
@@ -328,6 +332,18 @@ class StallError(WTransferError, TimeoutError):
 
 class RemoteError(WTransferError, RuntimeError):
     """A peer reported an error of a class that this version does not know."""
+
+
+def called_from() -> str:
+    """Return ``FILE:LINE`` of the code outside of this package that is calling it, for texts."""
+    frame = sys._getframe(1)  # noqa: SLF001  # `inspect` is slow to import
+    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] == __name__.partition(".")[0]
 
 
 def _subclasses(cls: type[WTransferError]) -> dict[str, type[WTransferError]]:

@@ -90,6 +90,8 @@ class RoundCollector:
     ``wtransfer_weights_info``                 1; its ``version`` and ``fingerprint``.
     ``wtransfer_workers``                      Joined workers now, by ``state``; with a publisher.
     ``wtransfer_workers_current``              Those that hold its last version; likewise.
+    ``wtransfer_hosts_absent``                 Named hosts whose workers have not all joined;
+                                               likewise.
     ``wtransfer_round_age_seconds``            Of the round under way, by ``phase``; likewise.
     ``wtransfer_round_idle_seconds``           Seconds since the trainer or a worker of it made
                                                progress; likewise.

@@ -257,6 +257,14 @@ def test_an_unreachable_worker_is_left_out_and_named_if_so_told(workers, write):
     assert [each.session.version for each in workers] == ["step-7", "step-7"]
 
 
+def test_a_name_that_nobody_knows_is_left_out_as_any_host_that_is_absent(workers, write):
+    unknown = "http://no-such-host.invalid:8000"
+    code, document = documents(write(), "--on-lost-worker", "drop", to=[*workers, unknown])
+    assert (code, document["outcome"]) == (NOT_EVERYWHERE, "mixed")
+    assert "no-such-host.invalid" in document["problems"][unknown]
+    assert [each.session.version for each in workers] == ["step-7", "step-7"]
+
+
 def test_every_worker_that_refuses_is_named(start_worker, write):
     strangers = [start_worker(token=f"other-{i}") for i in range(2)]
     code, document = documents(write(), to=strangers)

@@ -289,6 +289,8 @@ def test_second_process_of_a_rank_is_refused_and_the_first_named(pair, start_ran
         f"rank 0 of engine '{engine['engine_id']}' is there already, as process {pair[0].pid}"
         in caught.value.text
     )
+    with pytest.raises(start_rank.error, match=rf"as process {pair[1].pid} \(this one, made at /"):
+        pair[1].ask("open", rank=1, **{**engine, "deadline_s": 0.3})
     assert pair[0].ask("store", number=3, slot=2), "nobody is disturbed"
 
 

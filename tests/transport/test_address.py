@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import inspect
 import os
 import socket
 import stat
@@ -93,6 +94,49 @@ def test_a_busy_address_is_named_at_once(tmp_path, kind):
     again = ListeningSocket(first.address)
     again.remove_file()
     again.socket.close()
+
+
+def test_busy_address_of_this_process_is_told_with_the_line_that_made_it(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.symlink_to(tmp_path)
+    name = random_address()
+    for wanted, form, options in (
+        (name, name, {}),
+        (f"unix:{tmp_path}/x.sock", f"unix:{elsewhere}/x.sock", {}),
+        ("tcp:127.0.0.1:0", "tcp:127.0.0.1:{}", {}),
+        ("tcp:127.0.0.1:0", "tcp:0.0.0.0:{}", {"allow_remote": True}),
+        ("tcp:0.0.0.0:0", "tcp:127.0.0.1:{}", {"allow_remote": True}),
+    ):
+        line = inspect.currentframe().f_lineno
+        first = ListeningSocket(wanted, **options)
+        place = f"{__file__}:{line + 1}"
+        again = form.format(first.address.rpartition(":")[2])
+        with first.socket, pytest.raises(AddressInUseError) as caught:
+            ListeningSocket(again, **options)
+        assert caught.value.made_at == place
+        assert f"this process listens at {again!r} already, made at {place}; " in str(caught.value)
+
+
+LISTENS = """
+import signal, sys
+from wtransfer.transport.address import ListeningSocket
+
+made = ListeningSocket(sys.argv[1])
+print("listens", flush=True)
+signal.pause()
+"""
+
+
+def test_busy_address_of_another_process_is_told_as_such(run_program, until):
+    """Also where this process has listened there before."""
+    closed = ListeningSocket(random_address())
+    closed.socket.close()
+    address = closed.address
+    program = run_program(LISTENS, address)
+    until(program.out)
+    with pytest.raises(AddressInUseError, match="another process listens") as caught:
+        ListeningSocket(address)
+    assert caught.value.made_at is None
 
 
 def test_a_busy_folder_is_reported_within_its_bound(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from wtransfer.weight_sync.checkpoint_form import module_state
 from wtransfer.weight_sync.storages import (
     group_storages,
     num_holders,
+    shared_memory,
     stands_alone,
     unwrap,
 )
@@ -108,3 +110,44 @@ def test_only_a_whole_private_contiguous_cpu_tensor_stands_alone():
         torch.zeros(2, dtype=torch.complex64).conj(),
     ]
     assert not any(map(stands_alone, others))
+
+
+def test_memory_in_common_is_found_wherever_it_lies():
+    """Against every pair, for tensors of one buffer in any order."""
+    numbers = random.Random(1)
+    flat = torch.zeros(64)
+
+    def some():
+        found = {}
+        for number in range(numbers.randrange(1, 5)):
+            begin = numbers.randrange(60)
+            found[f"{number}"] = flat[begin : begin + numbers.randrange(1, 4) : 1]
+        return found
+
+    def covers(tensor):
+        begin = tensor.storage_offset()
+        return set(range(begin, begin + tensor.numel()))
+
+    outcomes = set()
+    for _ in range(500):
+        one, other = some(), some()
+        pairs = {(a, b) for a in one for b in other if covers(one[a]) & covers(other[b])}
+        found = shared_memory(one, other)
+        assert (found is None) == (not pairs)
+        assert found is None or found in pairs
+        outcomes.add(found is None)
+    assert outcomes == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.zeros(0), torch.zeros(0)),
+        (torch.empty(3, device="meta"), torch.empty(3, device="meta")),
+        (torch.eye(3).to_sparse(), torch.eye(3).to_sparse()),
+        (nn.UninitializedParameter(), nn.UninitializedParameter()),
+    ],
+    ids=["empty", "meta", "sparse", "lazy"],
+)
+def test_tensors_without_memory_have_none_in_common(one, other):
+    assert shared_memory({"a": one}, {"a": other}) is None

@@ -45,6 +45,7 @@ from wtransfer.weight_sync.report import printable
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from wtransfer.weight_sync.http.client import EndpointUrl
     from wtransfer.weight_sync.report import Report, WorkerReport
     from wtransfer.weight_sync.trainer.publisher import Publisher
     from wtransfer.weight_sync.trainer.round_handle import Round
@@ -230,7 +231,7 @@ def _publisher(order: _Order) -> Publisher:
     with _usage_errors(PluginError, AddressError):
         engine_cls = registry("engines").get(order.engine)
         trainer_cls = WeightTransferTrainerFactory.trainer_class(order.engine)
-        remote = [url.name for url in map(parse_url, order.hosts) if not url.is_local]
+        remote = [url.name for url in map(parse_url, order.hosts) if _is_remote(url)]
     # By a path a container of this host, with an address of its own, is reached as well.
     at_path = (order.listen or "").startswith("unix:/")
     if remote and not (at_path or getattr(engine_cls, "multi_host", False)):
@@ -257,6 +258,14 @@ def _publisher(order: _Order) -> Publisher:
             nonfinite=order.nonfinite,
             deadline_s=order.deadline_s,
         )
+
+
+def _is_remote(url: EndpointUrl) -> bool:
+    try:
+        return not url.is_local
+    except AddressError:
+        # A name that nobody knows is that host's error, and may be known later.
+        return False
 
 
 def typed_options(engine: str, info_cls: Any, pairs: Sequence[str]) -> dict[str, Any]:

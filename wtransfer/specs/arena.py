@@ -367,9 +367,12 @@ def _claim_rank(
                     probe.settimeout(_ASK_S)
                     probe.connect(parse_address(address).target)
                     holder = str(peer_credentials(probe)[0])
+                if error.made_at is not None:
+                    holder += f" (this one, made at {error.made_at})"
                 raise AddressInUseError(
                     f"rank {rank} of engine {engine_id!r} is there already, as process {holder}; "
-                    "does another instance use this engine id?"
+                    "does another instance use this engine id?",
+                    made_at=error.made_at,
                 ) from error
         time.sleep(_POLL_S)
 

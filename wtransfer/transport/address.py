@@ -20,6 +20,7 @@ import socket
 import stat
 import struct
 import time
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ from wtransfer.errors import (
     DescriptorLimitError,
     PeerLostError,
     StallError,
+    called_from,
 )
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ _LOCK_PATIENCE_S = 2.0  # listeners that start hold it for microseconds, on a bu
 _LONGEST_WAIT_S = 1e6
 _BESIDE_NBYTES = 1 + 1 + 8  # a dot and eight digits, and the NUL of an abstract name
 _QUEUE_PATIENCE = struct.pack("ll", 0, 200_000)  # struct timeval: seconds, microseconds
+_ALL = frozenset({"0.0.0.0", "::"})  # noqa: S104  # nothing listens there
 _CREDENTIALS = struct.Struct("3i")
 
 _ABSTRACT = (
@@ -174,7 +177,8 @@ class ListeningSocket:
 
     Raises:
         AddressError: The address is not valid, not ours, or remote without `allow_remote`.
-        AddressInUseError: Another process listens there.
+        AddressInUseError: Another process listens there, or this one: the text says where what
+            listens was made.
         DescriptorLimitError: No descriptor is left.
     """
 
@@ -197,7 +201,12 @@ class ListeningSocket:
         self.socket.setblocking(False)
         name = self.socket.getsockname()
         self.is_unix = address.is_unix
+        self._target = address.target if address.is_unix else (name[0], name[1])
         self.address = text if address.is_unix else tcp_text((name[0], name[1]))
+        self.made_at = called_from()
+        """``FILE:LINE`` of the code that has made the socket, outside of this package."""
+        # In the place of one that is closed, whose number the kernel has given to this one.
+        _listening[self.socket.fileno()] = weakref.ref(self)
 
     def remove_file(self) -> None:
         """Remove the socket's file, if there is one and it is still its own; before closing it.
@@ -211,6 +220,18 @@ class ListeningSocket:
         if is_open and self._identity is not None and self._identity == _identity(path):
             with contextlib.suppress(OSError):  # left behind, it is replaced at the next start
                 os.unlink(path)  # noqa: PTH108 (paths here are socket names, not files to read)
+
+    def holds(self, address: Address) -> bool:
+        """Return whether no other socket can listen at an address, because this one does."""
+        if self.socket.fileno() < 0:
+            return False
+        if address.path is not None:
+            # By the file: it has many paths.
+            return self._identity is not None and self._identity == _identity(address.path)
+        own, other = self._target, address.target
+        if isinstance(own, tuple) and isinstance(other, tuple):
+            return own[1] == other[1] and (own[0] == other[0] or bool(_ALL & {own[0], other[0]}))
+        return own == other
 
     def _listen(self, address: Address) -> None:
         try:
@@ -230,9 +251,7 @@ class ListeningSocket:
             raise
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise AddressInUseError(
-                    f"another process listens at {address.text!r} already; choose another address"
-                ) from error
+                raise _in_use(address) from error
             raise AddressError(f"cannot listen at {address.text!r}: {error}") from error
 
     def _bind(self, address: Address) -> None:
@@ -241,6 +260,23 @@ class ListeningSocket:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(address.target)
         self.socket.listen(_BACKLOG)
+
+
+_listening: dict[int, weakref.ref[ListeningSocket]] = {}
+"""Descriptor -> the socket that was last made with it in this process, for errors."""
+
+
+def _in_use(address: Address) -> AddressInUseError:
+    for each in list(_listening.values()):
+        if (other := each()) is not None and other.holds(address):
+            return AddressInUseError(
+                f"this process listens at {address.text!r} already, made at {other.made_at}; close "
+                "what listens there, or choose another address",
+                made_at=other.made_at,
+            )
+    return AddressInUseError(
+        f"another process listens at {address.text!r} already; choose another address"
+    )
 
 
 @contextlib.contextmanager

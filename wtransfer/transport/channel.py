@@ -578,7 +578,7 @@ class Listener(_Endpoint):
 
     Raises:
         AddressError: The address is not valid, not ours, or remote without `allow_remote`.
-        AddressInUseError: Another process listens there; nothing is left half open.
+        AddressInUseError: The address is in use; nothing is left half open.
         DescriptorLimitError: No descriptor is left.
     """
 

@@ -140,15 +140,7 @@ class Report:
         count if they came too late, were left out before they had held a version, or have left:
         ``min_workers`` guards against that.
         """
-        return self.is_ok(left_out=False)
-
-    def is_ok(self, *, left_out: bool) -> bool:
-        """Return whether the report is `ok`; with `left_out`, but for what was dropped."""
-        skipped = _LEFT_OUT if left_out else _DO_NOT_COUNT
-        counted = [each for each in self.workers if each.outcome not in skipped]
-        if self.dry_run:
-            return all(each.digests_equal for each in counted)
-        return all(map(self._is_held_by, counted))
+        return is_ok(self)
 
     @property
     def holders(self) -> tuple[WorkerReport, ...]:
@@ -165,7 +157,7 @@ class Report:
         Raises:
             CommitError: A named host, or a worker of the round, does not hold the update.
         """
-        if not self.is_ok(left_out=left_out):
+        if not is_ok(self, left_out=left_out):
             raise commit_error(self)
         return self
 
@@ -248,6 +240,16 @@ def _why(each: WorkerReport) -> str:
         "committed": "it holds other weights",
     }
     return f": {reasons[each.outcome]}" if each.outcome in reasons else ""
+
+
+def is_ok(report: Report, *, left_out: bool = False) -> bool:
+    """Return whether a report is `ok`; with `left_out`, but for what was dropped."""
+    skipped = _LEFT_OUT if left_out else _DO_NOT_COUNT
+    counted = [each for each in report.workers if each.outcome not in skipped]
+    if report.dry_run:
+        return all(each.digests_equal for each in counted)
+    holders = report.holders
+    return all(each in holders for each in counted)
 
 
 def commit_error(report: Report) -> CommitError:

@@ -92,6 +92,47 @@ def memory_address(tensor: torch.Tensor) -> int | None:
         return None
 
 
+def shared_memory(
+    one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
+) -> tuple[str, str] | None:
+    """Return the names of two tensors, one of each mapping, that overlap; None: there are none.
+
+    Tensors overlap that are one object, or lie in one storage and have bytes in common between
+    their first and last elements. Tensors without elements overlap none.
+
+    Cost: about 2 us per tensor.
+    """
+    names = {id(tensor): name for name, tensor in one.items()}
+    for name, tensor in other.items():
+        # Also where another thread points the object to other memory right now.
+        if id(tensor) in names and tensor.numel():
+            return names[id(tensor)], name
+    places = [{name: memory_of(each) for name, each in side.items()} for side in (one, other)]
+    common = set(places[0].values()) & set(places[1].values())
+    spans = sorted(
+        (*_span(tensors[name]), side, name)
+        for side, tensors in enumerate((one, other))
+        for name, place in places[side].items()
+        if place in common and not isinstance(place, _Alone)
+    )
+    # Of each side: how far those reach that begin before.
+    ends = [("", 0, ""), ("", 0, "")]
+    for device, begin, end, side, name in spans:
+        on, their_end, theirs = ends[1 - side]
+        if on == device and begin < their_end:
+            return (theirs, name) if side else (name, theirs)
+        ends[side] = max(ends[side], (device, end, name))
+    return None
+
+
+def _span(tensor: torch.Tensor) -> tuple[str, int, int]:
+    """Return a tensor's device, and where its first element begins and its last one ends."""
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    num_spanned = 1 + sum((size - 1) * stride for size, stride in dims)
+    begin = tensor.data_ptr()
+    return str(tensor.device), begin, begin + int(num_spanned) * tensor.itemsize
+
+
 def stands_alone(tensor: torch.Tensor) -> bool:
     """Return True if a tensor is the whole of a private piece of CPU memory, in element order.
 

@@ -31,11 +31,15 @@ def pytest_configure(config):
 @pytest.fixture
 def restored(monkeypatch):
     """Let `install` last for one test."""
+    from trl.experimental.online_dpo import OnlineDPOTrainer
     from trl.generation import vllm_generation
     from trl.generation.vllm_client import VLLMClient
+    from trl.generation.vllm_generation import VLLMGeneration
 
     replaced = [(VLLMClient, name) for name, each in vars(VLLMClient).items() if callable(each)]
-    replaced += [(vllm_generation, "LLM"), (vllm_generation.VLLMGeneration, "sync_weights")]
+    replaced += [(vllm_generation, "LLM"), (vllm_generation, "VLLMClient")]
+    replaced += [(VLLMGeneration, "sync_weights"), (VLLMGeneration, "generate")]
+    replaced += [(OnlineDPOTrainer, "_generate_vllm_server")]
     for owner, name in replaced:
         monkeypatch.setattr(owner, name, getattr(owner, name))
 

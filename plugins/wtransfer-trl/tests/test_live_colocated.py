@@ -19,6 +19,9 @@ AS_TRL = {
 """The options of TRL's engine on which its numbers depend."""
 
 
+KEPT = r"update trl-\w+-2 failed, the engine keeps its policy, 1 update\(s\) behind: "
+
+
 @pytest.fixture
 def train(script, models, tmp_path):
     """Maker of a training, with something beside it."""
@@ -56,7 +59,7 @@ def test_policy_of_each_update_is_generated_from_or_else_the_one_before(train, t
     with train(3, spoilt=2, on_error="keep") as training:
         told, logged = training.end()
     assert versions_of(told) == [(1, 1, 0), (2, 1, 1), (3, 3, 0)]
-    assert "update trl-2 failed, the engine keeps its policy, 1 update(s) behind: " in logged
+    assert re.search(KEPT, logged)
     assert answers(tmp_path, 2) == answers(tmp_path, 1)
     assert answers(tmp_path, 3) == fresh_answers(tmp_path, 3) != answers(tmp_path, 1)
 
@@ -75,14 +78,14 @@ def test_update_that_fails_ends_training(train, fault):
         told, logged = training.end(status=1)
     assert {"spoilt": "DigestMismatchError", "broken": "broken at"}[fault] in logged
     assert not versions_of(told)
-    assert re.findall("^generated under (.*)$", told, re.MULTILINE) == ["trl-1"]
+    assert re.findall(r"^generated under trl-\w+-(.*)$", told, re.MULTILINE) == ["1"]
 
 
 @pytest.mark.nightly
 def test_update_that_the_engine_fails_to_load_is_undone_with_keep(train, tmp_path):
     with train(3, broken=2, on_error="keep") as training:
         told, logged = training.end()
-    assert "update trl-2 failed, the engine keeps its policy, 1 update(s) behind: " in logged
+    assert re.search(KEPT, logged)
     assert versions_of(told) == [(1, 1, 0), (2, 1, 1), (3, 3, 0)]
     assert answers(tmp_path, 2) == answers(tmp_path, 1)
     assert answers(tmp_path, 3) == fresh_answers(tmp_path, 3)
@@ -99,7 +102,7 @@ def test_adapters_are_unmerged_after_each_update_and_after_a_spoilt_one(train, t
 
 def steps_of(told):
     step = r"^(update|wake .*|generated under .*|asleep at .*)$"
-    return re.findall(step, told, re.MULTILINE)
+    return re.findall(step, re.sub(r"trl-\w+-", "trl-", told), re.MULTILINE)
 
 
 ASLEEP = ["wake weights", "update", "wake kv_cache", "generated under trl-{}", "asleep at level 2"]

@@ -60,6 +60,17 @@ def test_client_commits_by_the_calls_that_the_engine_has(engine_class, calls):
     assert engine.calls == calls
 
 
+def test_engines_have_a_name_that_people_can_tell_and_the_same_in_each_client():
+    first, second = Engine(), Engine()
+    names = [LLMClient(each).name for each in (first, second, first)]
+    assert names[0] == names[2] != names[1]
+    names.append(AsyncLLMClient(Engine(), None).name)
+    numbers = [int(name.removeprefix("Async").removeprefix("LLM ")) for name in names]
+    assert numbers[1:] == [numbers[0] + 1, numbers[0], numbers[0] + 2]
+    assert LLMClient(first, name="judge").name == "judge"
+    assert AsyncLLMClient(second, None, name="policy").name == "policy"
+
+
 def test_async_engine_is_called_in_its_loop():
     threads = set()
 

@@ -6,6 +6,7 @@ from collections import deque
 from concurrent.futures import Future
 
 import pytest
+from wtransfer.weight_sync.messages import DRAINED
 
 from wtransfer_vllm.engine_core import FINISH, UPDATE, watch
 from wtransfer_vllm.messages import Outcome
@@ -254,6 +255,25 @@ def test_weights_without_memory_are_not_written_to(make):
     with pytest.raises(RuntimeError, match="asleep"):
         core.collective_rpc("finish_weight_update")
     assert [names_of(worker) for worker in workers] == [["start_weight_update"]] * 2
+
+
+def test_engine_that_was_told_to_leave_joins_again_by_an_invitation_by_hand_alone(make):
+    core, workers = make()
+    invite(core)
+    invite(core, again=True)
+    core.collective_rpc("shutdown_weight_transfer_engine")
+    for worker in workers:
+        worker.called.clear()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=DRAINED):
+            invite(core, again=True)
+        # As the publisher does at its end: no invitation.
+        invite(core, leave=True)
+    asked_to = [kwargs["init_info"]["wtransfer"] for _, kwargs in workers[0].called]
+    assert [each.get("leave") for each in asked_to] == [True, True]
+    invite(core)
+    invite(core, again=True)
+    assert names_of(workers[0]) == ["init_weight_transfer_engine"] * 4
 
 
 def test_join_in_sleep_commits_no_orphaned_update(make):
@@ -723,8 +743,8 @@ class Scheduler(bag):
         return bag(num_scheduled_tokens={each.request_id: 1 for each in self.running})
 
 
-def invite(core):
-    info = {"wtransfer": {"address": "unix:@x"}}
+def invite(core, **more):
+    info = {"wtransfer": {"address": "unix:@x", **more}}
     core.collective_rpc("init_weight_transfer_engine", None, (), {"init_info": info})
 
 

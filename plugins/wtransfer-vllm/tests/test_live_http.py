@@ -11,12 +11,14 @@ from contextlib import closing
 
 import httpx
 import pytest
+import torch
 import wtransfer
 from engines import PACE_S, PROMPTS, Trainer
 from server import Server
 from sources import HalfwaySource
 from stream import Stream, events
 from wtransfer.errors import CommitError, RemoteError
+from wtransfer.testing.fleet import committing
 from wtransfer.weight_sync.http.client import HttpClient
 
 from wtransfer_vllm.spans import Span, spans
@@ -165,6 +167,40 @@ def gaps_of_streams(server, running, since, until):
 def test_foreign_init_gets_the_workers_error(server):
     with pytest.raises(RemoteError, match="names no publisher of wtransfer"):
         HttpClient(server.url).init_weight_transfer_engine({"master_address": "127.0.0.1"})
+
+
+def test_drained_server_takes_no_update_until_it_is_invited_by_hand(server, weights, fresh):
+    held = dict(weights["A"])
+    plain = {name: torch.zeros_like(tensor) for name, tensor in held.items()}
+    with (
+        wtransfer.Publisher(held, hosts=[server.url], deadline_s=10) as publisher,
+        closing(
+            wtransfer.WorkerSession(plain, join=publisher.address, token=publisher.token)
+        ) as session,
+        committing(session),
+    ):
+        publisher.wait_for_workers(2)
+        assert publisher.publish("a").raise_unless_ok()
+        httpx.post(f"{server.url}/shutdown_weight_transfer_engine").raise_for_status()
+        held.update(weights["B"])
+        # The round asks the server, which says why it does not come.
+        report = publisher.publish("b").raise_unless_ok()
+        assert [each.worker for each in report.workers] == [session.status().worker]
+        assert (server.tokens(PROMPTS), server.label()) == (fresh["A"], "a")
+        publisher.invite()
+        assert len(publisher.publish("b-2").raise_unless_ok().workers) == 2
+        assert (server.tokens(PROMPTS), server.label()) == (fresh["B"], "b-2")
+
+
+def test_second_name_of_a_server_is_refused_by_its_first(server, weights):
+    other = server.url.replace("127.0.0.1", "localhost")
+    with wtransfer.Publisher(weights["A"], hosts=[server.url], deadline_s=10) as publisher:
+        with pytest.raises(RemoteError) as refused:
+            publisher.invite(other)
+        assert f"{other} answered" in str(refused.value)
+        assert f"joined this publisher as {server.url}; name it once" in str(refused.value)
+        publisher.remove(other)
+        assert publisher.publish("a").raise_unless_ok().workers[0].host == server.url
 
 
 def test_a_stream_is_read_to_its_end_whatever_characters_the_model_writes(server):

@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import time
 from contextlib import ExitStack, closing
 
 import pytest
 import torch
 import wtransfer
 from architectures import FILES, VISION
-from engines import PROMPTS, Engine, publish
+from engines import PROMPTS, Engine, publish, until
 from safetensors.torch import load_file, save_file
 from tiny_models import CONFIG, write_tokenizer
 from wtransfer.errors import DigestMismatchError
@@ -110,13 +109,6 @@ def fresh_tokens(folder, base, model):
     saved = copy_with(base, folder, in_checkpoint(model.state_dict()))
     with closing(Engine(folder, model=str(saved), **OPTIONS)) as fresh:
         return fresh.tokens(PROMPTS)
-
-
-def until(condition, timeout_s=30.0):
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_language_part_is_updated_beside_a_tower_that_stays(base, language, tmp_path):

@@ -2,10 +2,7 @@
 
 import concurrent.futures
 import contextlib
-import os
 import secrets
-import subprocess
-import sys
 import threading
 
 import httpx
@@ -15,7 +12,7 @@ import torch
 import wtransfer
 from engines import PROMPTS, Engine, HostError
 from faults import FAULTS
-from server import Server
+from server import Server, plain_worker
 from wtransfer.errors import RemoteError
 from wtransfer.weight_sync.http.client import HttpClient
 
@@ -113,20 +110,10 @@ def test_requests_around_a_refused_invitation_are_answered_by_the_old_weights(se
 
 
 @pytest.fixture
-def other(models):
+def other(models, tmp_path):
     """Another host, whose worker has model A as well."""
-    address = f"unix:@wtransfer-refused-{os.getpid()}"
-    command = ["worker", "--checkpoint", str(models / "A"), "--listen", address]
-    worker = subprocess.Popen(
-        [sys.executable, "-m", "wtransfer", *command],
-        env=os.environ | ENV,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert "ready" in worker.stdout.readline()
-    yield address
-    worker.terminate()
-    worker.communicate(timeout=20)
+    with plain_worker(tmp_path, models / "A", TOKEN) as address:
+        yield address
 
 
 @pytest.mark.parametrize("policy", ["abort", "drop"])

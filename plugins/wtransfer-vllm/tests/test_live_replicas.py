@@ -1,12 +1,10 @@
 """A live vLLM server with two data-parallel replicas behind one address."""
 
-import time
-
 import httpx
 import pytest
 import server as servers
 import wtransfer
-from engines import PROMPTS, RANKS_ENV
+from engines import PROMPTS, RANKS_ENV, until
 from wtransfer.weight_sync.http.client import HttpClient
 
 pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(600)]
@@ -50,13 +48,6 @@ def _tokens(url, replica):
     header = {"X-data-parallel-rank": str(replica)}
     answer = httpx.post(f"{url}/v1/completions", json=body, headers=header, timeout=60.0)
     return [choice["token_ids"] for choice in answer.raise_for_status().json()["choices"]]
-
-
-def until(condition, timeout_s=20.0):
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def states(publisher):

@@ -8,10 +8,9 @@ it"), so the tests let the memory go themselves.
 import os
 import subprocess
 import sys
-import time
 
 import pytest
-from engines import PROMPTS, HostError, await_commit, publish
+from engines import PROMPTS, HostError, await_commit, publish, until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
@@ -32,13 +31,6 @@ def trainer(engine, joined):
 def fall_asleep(engine):
     engine.do("sleep", 2)
     engine.do("rpc", "let_memory_go")
-
-
-def until(condition, timeout_s=20.0):
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.mark.nightly

@@ -1,13 +1,12 @@
 """A member of a publisher's group, on a plain target: what it may and may not do by itself."""
 
 import dataclasses
-import time
 import types
 
 import pytest
 import torch
 import wtransfer
-from engines import await_commit, report_of
+from engines import await_commit, report_of, until
 from wtransfer.weight_sync.worker.target import StateDictTarget
 
 from wtransfer_vllm.member import Member, Place, place_of
@@ -158,6 +157,24 @@ def test_leave_invitation_leaves_that_publisher_only(member):
             assert (member.session.status().publisher is None) is (publisher is first)
 
 
+def test_server_that_is_named_twice_keeps_its_first_name(member):
+    with wtransfer.Publisher({"w": torch.ones(4)}) as publisher:
+        for host, error in (
+            ("http://one", None),
+            ("http://two", "joined this publisher as http://one; name it once"),
+            ("http://one", None),
+        ):
+            invite(member, publisher, host=host)
+            assert member.outcome.error == error
+            publisher.wait_for_workers(1, timeout_s=20)
+            assert [each.host for each in publisher.workers()] == ["http://one"]
+        invite(member, publisher, leave=True)
+        until(lambda: not publisher.workers())
+        invite(member, publisher, host="http://two")
+        publisher.wait_for_workers(1, timeout_s=20)
+        assert [each.host for each in publisher.workers()] == ["http://two"]
+
+
 def test_failed_join_is_an_outcome_and_not_raised(member, monkeypatch):
     monkeypatch.setattr(wtransfer.WorkerSession, "join", _no_threads)
     with wtransfer.Publisher({"w": torch.ones(4)}) as publisher:
@@ -208,10 +225,3 @@ def test_host_ranks_are_known_where_several_servers_are_one_group(
         local_engines_only=local_engines_only,
     )
     assert place_of(config, "id") == Place("vllm-id-3", 1, 2, host_ranks)
-
-
-def until(condition, timeout_s=10.0):
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)

@@ -271,8 +271,9 @@ class Engine:
             raise PeerLostError(f"{self.name} is down")
         for number in range(len(self.sessions), len(self.replicas) - self.late):
             self.bring(number)
-        if self.late_s is not None:
-            threading.Timer(self.late_s, self.bring, [len(self.sessions)]).start()
+        late_s, self.late_s = self.late_s, None
+        if late_s is not None:
+            threading.Timer(late_s, self.bring, [len(self.sessions)]).start()
 
     def bring(self, number):
         """Let a replica join."""
@@ -770,7 +771,7 @@ def hello(instance, rank, host_ranks, num_ranks=2):
 
 def missing(joined, whole):
     state = FleetState(set())
-    state.add("h", 0.0)
+    state.add(["h"], 0.0)
     state.look(joined, whole, 1.0)
     return [f"{host.name}{host.ranks}" for host in state.absent()]
 
@@ -785,6 +786,29 @@ def test_ranks_of_an_instance_that_is_not_complete_are_not_counted():
     joined = [hello("i", 0, 2), hello("j", 0, 2, num_ranks=3)]
     assert missing(joined, joined[:1]) == ["h (1 of 2 ranks)"]
     assert missing(joined, joined) == []
+
+
+def test_every_engine_is_waited_for_behind_a_client_that_does_not_tell_how_many_there_are():
+    state = FleetState(set())
+    state.add(["h"], 0.0)
+    host = state.hosts["h"]
+
+    def absent(*names):
+        joined = [hello(name, 0, None, num_ranks=1) for name in names]
+        state.look(joined, joined, 1.0)
+        return [each.name + each.ranks for each in state.absent()]
+
+    state.said_yes(host, 1.0)
+    assert absent("one", "two") == []
+    assert absent("one") == ["h (1 of 2 ranks)"]
+    state.said_yes(host, 1.0)
+    assert absent("one") == ["h (1 of 2 ranks)"], "it was asked just now, and is on its way"
+    # The connection of the old one ends late.
+    assert absent("one", "two", "two again") == []
+    assert absent("one", "two again") == ["h (2 of 3 ranks)"]
+    for _ in range(2):
+        state.said_yes(host, 1.0)
+    assert absent("one", "two again") == []
 
 
 @pytest.mark.usefixtures("patient_connections")

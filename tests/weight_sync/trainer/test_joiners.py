@@ -13,6 +13,8 @@ from wtransfer.manifest import MAX_NAME_NBYTES
 from wtransfer.testing.contents import contents
 from wtransfer.testing.faults import Fault
 
+PATIENCE_S = 60.0
+
 
 def states(publisher):
     return {info.worker: info.state for info in publisher.workers()}
@@ -45,6 +47,29 @@ def test_a_joiner_that_never_commits_does_not_hold_up_the_others(fleet, weights,
     assert lazy.session.commit_pending(5.0)
     assert (lazy.session.version, lazy.contents) == ("v3", contents(weights))
     made.members.append(lazy)
+
+
+@pytest.mark.usefixtures("libuv")
+def test_joiner_that_takes_part_and_never_commits_holds_up_no_round(fleet, weights):
+    # Every worker is in the group, so none can be brought up to date between rounds.
+    made = fleet(weights, engine="gloo", deadline_s=15.0)
+    made.join(name="good")
+    assert made.publish("v1").ok
+    lazy = made.join(name="lazy")
+    made.members.remove(lazy)
+    weights["layer.0"] += 1
+    report = made.publish("v2")
+    assert {each.worker: each.outcome for each in report.workers} == {
+        "good": "committed",
+        "lazy": "behind",
+    }
+    assert report.ok
+    # Nothing that it has verified is lost, and it counts from then on.
+    assert lazy.session.commit_pending(PATIENCE_S)
+    assert (lazy.session.version, lazy.contents) == ("v2", contents(weights))
+    made.members.append(lazy)
+    report = made.publish("v3")
+    assert {each.outcome for each in report.workers} == {"committed"}
 
 
 def test_joiner_that_has_not_committed_by_the_end_of_its_round_takes_no_part_in_the_next(

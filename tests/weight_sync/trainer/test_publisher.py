@@ -26,6 +26,7 @@ from wtransfer.errors import (
 from wtransfer.registry import hooks
 from wtransfer.testing.contents import contents
 from wtransfer.testing.faults import Fault
+from wtransfer.transport.address import random_address
 from wtransfer.weight_sync.trainer.publisher import CLOSE_GRACE_S, Publisher
 from wtransfer.weight_sync.trainer.source import StateDictSource
 from wtransfer.weight_sync.worker.session import WorkerSession
@@ -92,6 +93,22 @@ def test_publisher_that_cannot_listen_leaves_no_thread(weights, until):
     ):
         Publisher(weights, listen="unix:@wt-test-taken")
     until(lambda: threading.active_count() == num_threads)
+
+
+def test_cell_of_a_notebook_that_is_run_twice_is_told_where_the_first_publisher_was_made(weights):
+    cell = compile("\npublisher = Publisher(weights, listen=address)", "cell-7", "exec")
+    names = {"Publisher": Publisher, "weights": weights, "address": random_address()}
+    exec(cell, names)
+    with (
+        names["publisher"] as publisher,
+        WorkerSession(like(weights), join=publisher.address, token=publisher.token) as session,
+    ):
+        with pytest.raises(AddressInUseError, match=r"this process .* made at cell-7:2"):
+            exec(cell, names)
+        publisher.wait_for_workers(1)
+        round_ = publisher.publish("step-1", wait=False)
+        session.wait_for("step-1", 10.0)
+        assert round_.result().ok
 
 
 # -- before a round

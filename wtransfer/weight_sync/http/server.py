@@ -152,7 +152,7 @@ class WorkerServer:
 
     Raises:
         PluginNotInstalledError: starlette and uvicorn are not installed.
-        AddressInUseError: Another process listens there.
+        AddressInUseError: The address is in use.
         AddressError: The address is not valid, or not this host's.
     """
 

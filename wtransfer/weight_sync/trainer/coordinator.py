@@ -32,7 +32,7 @@ from wtransfer.errors import (
 )
 from wtransfer.registry import hooks
 from wtransfer.weight_sync.messages import Plan, RoundStatus
-from wtransfer.weight_sync.report import Report, WorkerReport, commit_error
+from wtransfer.weight_sync.report import Report, WorkerReport, commit_error, is_ok
 from wtransfer.weight_sync.trainer.round_state import RoundState
 from wtransfer.weight_sync.trainer.workers import send_to
 
@@ -383,7 +383,7 @@ class Coordinator:
                     report = self.report = self._make_report()
                     if not self.dry_run and not report.holders:
                         self.failure = commit_error(report)
-                    elif report.is_ok(left_out=True) and not self.dry_run:
+                    elif is_ok(report, left_out=True) and not self.dry_run:
                         facts = {**self._identity(), "fingerprint": report.fingerprint}
                         self._notify("wtransfer_weights_committed", worker=None, **facts)
             except BaseException as error:
@@ -571,8 +571,17 @@ class Coordinator:
         deadline_s = self._rules.deadline_s
         reason = f"not every rank has committed within {deadline_s:g} s"
 
+        late_since: float | None = None
+
         def over() -> bool:
-            return self.state.settled or self._is_left_alone()
+            nonlocal late_since
+            if self.state.settled or self._is_left_alone():
+                return True
+            if any(each.gates and not each.settled for each in self.state.live()):
+                return False
+            # What a joiner has verified it may apply whenever its model gets to it.
+            late_since = time.monotonic() if late_since is None else late_since
+            return self._late_s + _idle_s(late_since) > JOINER_PATIENCE_S
 
         # A host's call may take as long as its start and its finish.
         answered_by = Deadline(2 * deadline_s)
@@ -622,6 +631,7 @@ class Coordinator:
                 if rank.outcome == "pending":
                     worker = rank.worker
                     worker.holds(worker.version, worker.fingerprint, "pending")
+                    worker.set_aside = worker.set_aside or not self.state.gates(worker)
 
     def _apply_by_hosts(self) -> None:
         """Let serving engines apply, on a thread of its own: their answer needs the `Finish`."""
@@ -890,6 +900,8 @@ class Coordinator:
         elif outcome == "committed" and worker.state == "empty":
             # The worker committed and has lost its weights since: not updated.
             outcome = "empty"
+        elif not instance.gates and outcome not in ("committed", "empty"):
+            outcome = "behind"
         if ack is not None and ack.error is not None:
             error = ack.error.rebuild(worker=worker.name)
         host = worker.hello.host or ""

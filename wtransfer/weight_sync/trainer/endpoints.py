@@ -105,9 +105,9 @@ class Endpoints:
 
     def _add(self, hosts: Iterable[str | WeightSyncClient]) -> None:
         """Add hosts, which are asked at once; called under the lock."""
-        for name, client in [self._client(host) for host in hosts]:
-            self.state.add(name, time.monotonic())
-            self._clients[name] = client
+        clients = [self._client(host) for host in hosts]
+        self.state.add([name for name, _ in clients], time.monotonic())
+        self._clients |= dict(clients)
         if self.state.hosts and self._thread is None:
             self._thread = threading.Thread(target=self._run, name="wtransfer-ask", daemon=True)
             self._thread.start()
@@ -254,7 +254,10 @@ class Endpoints:
         with self._changed:
             instance = named.get("instance")
             self.state.said_yes(host, time.monotonic(), worker, instance, num_ranks)
+            is_removed = self.state.hosts.get(host.name) is not host and not self._stopped
         self._changed.notify_all()
+        if is_removed:
+            self._leave({host.name: client})
 
     def _note(self, host: NamedHost, error: WTransferError) -> None:
         with self._changed:
@@ -334,7 +337,7 @@ class Endpoints:
             self._thread.join(LEAVE_S)
 
     def _leave(self, clients: dict[str, Any]) -> None:
-        address = self._publisher["address"]
+        address = self._publisher.get("address")
         calls = {
             name: functools.partial(client.leave, address, timeout_s=LEAVE_S)
             for name, client in clients.items()

@@ -5,11 +5,12 @@ A host that was named counts in every round: a supervisor may have restarted it 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from wtransfer.errors import WTransferError
     from wtransfer.weight_sync.messages import Hello
@@ -34,8 +35,10 @@ class NamedHost:
     """Instance of that worker."""
     num_ranks: int | None = None
     """Ranks behind it, where it has told them."""
+    seen_ranks: int = 0
+    """Most ranks that were there at once: it may lead to several engines, and not tell so."""
     has_joined: bool = False
-    """True if it answered yes to the last question."""
+    """True if it answered yes to the last question since a worker of it was missed."""
     error: WTransferError | None = None
     """Why it answered no to the last question; None: it answered yes, or has not answered."""
     is_drained: bool = False
@@ -125,16 +128,18 @@ class FleetState:
 
     # -- the list
 
-    def add(self, name: str, now: float) -> None:
-        """Add a host, which is absent until its workers have joined, and to be asked at once.
+    def add(self, names: Sequence[str], now: float) -> None:
+        """Add hosts, which are absent until their workers have joined, and to be asked at once.
 
         Raises:
-            ValueError: It is on the list.
+            ValueError: One of them is on the list, or here twice; none is added.
         """
-        if name in self.hosts:
-            raise ValueError(f"host {name} is named twice; name each host once")
-        self._removed.discard(name)
-        self.hosts[name] = NamedHost(name, absent_since=now, ask_at=now, by_hand=True)
+        for name, number in Counter([*self.hosts, *names]).items():
+            if number > 1:
+                raise ValueError(f"host {name} is named twice; name each host once")
+        for name in names:
+            self._removed.discard(name)
+            self.hosts[name] = NamedHost(name, absent_since=now, ask_at=now, by_hand=True)
 
     def remove(self, name: str) -> None:
         """Take a host off the list.
@@ -151,9 +156,9 @@ class FleetState:
     # -- questions and answers
 
     def ask(self, names: Iterable[str]) -> None:
-        """Let these hosts be asked at once, by the user."""
+        """Let these hosts be asked at once, by the user; drained ones are on the list again."""
         for name in names:
-            self.hosts[name].by_hand = True
+            self.hosts[name].by_hand, self.hosts[name].is_drained = True, False
 
     def hurry(self, now: float) -> None:
         """Let absent hosts be asked at once: a round waits for them."""
@@ -185,6 +190,9 @@ class FleetState:
     ) -> None:
         """Note that a host has joined; its workers are on their way."""
         host.worker, host.instance, host.num_ranks = worker, instance, num_ranks
+        if host.has_joined:
+            # Twice: no other worker is on its way, and a rank was seen beside its successor.
+            host.seen_ranks = host.joined_ranks
         host.has_joined, host.error, host.is_drained = True, None, False
         self._answered(host, now + LONGEST_PAUSE_S)
 
@@ -220,13 +228,15 @@ class FleetState:
         whole = list(whole)
         for host in self.hosts.values():
             host.joined_ranks = sum(self._is_of(hello, host) for hello in whole)
-            host.wanted_ranks = told.get(host.name) or host.num_ranks or 1
+            host.seen_ranks = max(host.seen_ranks, host.joined_ranks)
+            seen = host.seen_ranks if host.worker is None else 0
+            host.wanted_ranks = told.get(host.name) or host.num_ranks or seen or 1
             if host.joined_ranks >= host.wanted_ranks:
                 host.absent_since, host.pause_s, host.is_drained = None, FIRST_PAUSE_S, False
             elif host.absent_since is None:
                 host.absent_since, host.ask_at = now, now + host.pause_s
-                # Else it would be said of a worker that is gone.
-                host.error = None
+                # Else both would be said of a worker that is gone.
+                host.has_joined, host.error = False, None
 
     def _is_of(self, hello: Hello, host: NamedHost) -> bool:
         # A worker that joined by itself, and that its host named when it was asked, counts as well.

@@ -257,7 +257,7 @@ class Publisher:
         self._lock = self._changed = self._membership.changed
         # A token that was made up here is no host's, and must not be tried on hosts.
         self._endpoints = Endpoints(host_token or known_token, deadline_s, self._membership)
-        self._current_hosts = hosts if callable(hosts) else None
+        self._hosts = hosts
         self._catch_up = CatchUp(
             self._membership, min_workers, self._resendable, self._begin_resend
         )
@@ -266,7 +266,7 @@ class Publisher:
         try:
             self._catch_up.start()
             self._endpoints.start(self.address, self.token)
-            self.invite(*(hosts() if callable(hosts) else hosts))
+            self.invite(*self._current_hosts())
         except BaseException:
             self.close()
             raise
@@ -355,7 +355,12 @@ class Publisher:
         self._check_usable()
 
         def fit() -> int:
-            return sum(map(self._is_fit, self._membership.instances().values()))
+            instances = self._membership.instances().values()
+            gating = [ranks for ranks in instances if self._is_gating(ranks)]
+            joiners = [ranks for ranks in instances if ranks not in gating]
+            # Before the first version all gate, whatever has become of an earlier round.
+            failed = [ranks for ranks in joiners if any(each.last_error for each in ranks)]
+            return len(instances) - (len(failed) if gating else 0)
 
         if not self._changed.wait_for(lambda: fit() >= n, timeout_s):
             with self._lock:
@@ -583,9 +588,6 @@ class Publisher:
         hosts = self._endpoints.state.hosts
         return any(each.hello.host in hosts for each in ranks) or all(w.has_held for w in ranks)
 
-    def _is_fit(self, ranks: Sequence[Worker]) -> bool:
-        return self._is_gating(ranks) or not any(each.last_error for each in ranks)
-
     def _apply_what_is_left(self) -> None:
         """Have serving engines apply their pending updates: they accept no plan before."""
         with self._lock:
@@ -650,9 +652,10 @@ class Publisher:
     def _begin(
         self, attempt: Attempt, version: str, instead: WeightSource | None, *, dry_run: bool
     ) -> Coordinator:
-        self._name_current_hosts()
+        self._look_for_hosts()
         self._apply_what_is_left()
-        self._keep_ranks_waiting(version)
+        if instead is None:
+            self._keep_ranks_waiting(version)
         called_at = time.monotonic()
 
         def begun() -> Coordinator | bool:
@@ -709,12 +712,16 @@ class Publisher:
 
     def _too_few(self, found: int, wanted: int) -> NoWorkersError:
         with self._lock:
-            failed = [each for each in self._membership.workers() if each.last_error is not None]
+            joined = self._membership.workers()
+        failed = [each for each in joined if each.last_error is not None]
         why = "".join(f"\n  {w.name} has failed: {w.last_error}" for w in failed[:NUM_NAMED])
+        if self._refusal is not None:
+            why += f"\n  the last peer that was refused: {self._refusal}"
         return NoWorkersError(
             f"{found} workers have joined, {wanted} are needed (ranks of one instance count as "
-            "one); start them with join= the publisher's address, name their hosts (invite()), or "
-            f"wait with wait_for_workers(){self._token_hint}{why}"
+            f"one; {len(joined)} ranks are connected, {len(failed)} of them have failed); start "
+            "them with join= the publisher's address, name their hosts (invite()), or wait with "
+            f"wait_for_workers(){self._token_hint}{why}"
         )
 
     def _return_s(self) -> float:
@@ -731,16 +738,23 @@ class Publisher:
             errors=self._endpoints.absent_errors(),
         )
 
-    def _name_current_hosts(self) -> None:
-        """Bring the list up to date, where a function names the hosts; within the deadline."""
-        if self._current_hosts is not None:
-            named = start_call(self._current_hosts, "wtransfer-hosts")
-            if not named.done.wait(self._rules.deadline_s):
-                raise StallError(
-                    f"hosts= did not return within {self._rules.deadline_s:g} s",
-                    seconds=self._rules.deadline_s,
-                )
-            self._endpoints.replace(named.outcome())
+    def _current_hosts(self) -> Hosts:
+        """Return the hosts that the user names now; within the deadline."""
+        hosts = self._hosts
+        if callable(hosts):
+            named = start_call(hosts, "wtransfer-hosts")
+            if not named.done.wait(deadline_s := self._rules.deadline_s):
+                text = f"the function hosts= did not return within {deadline_s:g} s"
+                raise StallError(text, seconds=deadline_s)
+            hosts = named.outcome()
+        if isinstance(hosts, str):
+            raise TypeError(f"hosts is {hosts!r}, expected a list of URLs and clients")
+        return hosts
+
+    def _look_for_hosts(self) -> None:
+        """Bring the list up to date, where a function names the hosts, and ask absent ones now."""
+        if callable(self._hosts):
+            self._endpoints.replace(self._current_hosts())
         with self._lock:
             self._endpoints.look()
             self._endpoints.state.hurry(time.monotonic())

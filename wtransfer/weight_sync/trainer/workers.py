@@ -54,7 +54,7 @@ class Worker:
     """True if rounds go on without the worker: an update sent between rounds is not applied yet, or
     it has ended the round of a group."""
     logged: str | None = None
-    """Error of the worker that was logged last."""
+    """Message of the worker's error that was logged last."""
     has_held: bool = False
     """True if it has held a version of this publisher since it joined, or when it did."""
 
@@ -91,10 +91,10 @@ class Worker:
 
     def log_once(self, text: str, error: WTransferError) -> None:
         """Warn of an error that keeps the worker out of rounds, unless the same was said before."""
-        # The text alone: a log handler that keeps records would keep the error's traceback.
-        if str(error) != self.logged:
-            self.logged = str(error)
-            logger.warning("%s: %s", text, self.logged)
+        if error.message != self.logged:
+            self.logged = error.message
+            # The text alone: a log handler that keeps records would keep the error's traceback.
+            logger.warning("%s: %s", text, str(error))
 
     def send_frame(self, frame: bytes) -> None:
         """Send an encoded message; the end of the connection reports a lost worker."""

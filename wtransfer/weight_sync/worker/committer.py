@@ -7,6 +7,8 @@ of its steps. The order of the events is `wtransfer.weight_sync.worker.weight_st
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
 import time
@@ -15,7 +17,14 @@ from collections import ChainMap
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from wtransfer.calls import Changed, call_apart, check_process, close_at_exit, forget_frames
+from wtransfer.calls import (
+    Changed,
+    call_apart,
+    check_process,
+    close_at_exit,
+    forget_frames,
+    start_in_finaliser,
+)
 from wtransfer.errors import (
     ClosedError,
     CommitError,
@@ -24,11 +33,13 @@ from wtransfer.errors import (
     RoundBusyError,
     SchemaError,
     WTransferError,
+    called_from,
 )
 from wtransfer.manifest import local_fingerprint
 from wtransfer.registry import hooks
 from wtransfer.transport.digests import digest
 from wtransfer.weight_sync.messages import ErrorInfo, Hello
+from wtransfer.weight_sync.storages import shared_memory
 from wtransfer.weight_sync.worker.kept import KeptTensors
 from wtransfer.weight_sync.worker.participant import StagedUpdate
 from wtransfer.weight_sync.worker.schema import (
@@ -79,6 +90,10 @@ class Failure(NamedTuple):
     """Its cause, if that is another error."""
 
 
+_made: dict[int, weakref.ref[Committer]] = {}
+"""The committers of this process by id, in the order in which they were made."""
+
+
 class Committer:
     """Applies verified updates to a worker's model, and restores it where applying fails.
 
@@ -93,6 +108,9 @@ class Committer:
         cast: True to allow updates in another floating dtype than the model's.
         cast_hint: How a user allows that, for errors.
         deadline_s: Longest wait for the other ranks of the instance at a commit, in seconds.
+
+    Raises:
+        ValueError: The model, or a part of it, is another committer's.
     """
 
     def __init__(
@@ -120,6 +138,9 @@ class Committer:
         """Notifies observers of the worker's rounds."""
         self.last_error: WTransferError | None = None
         """Why the last update was refused or not applied; None once an update is applied."""
+        self._made_at = called_from()
+        self._is_abandoned = False
+        self._vouched_as = vouched_as
         self._target = target
         self._place = place
         self._keep_previous = keep_previous
@@ -127,9 +148,54 @@ class Committer:
         self._pid = os.getpid()
         # Held by the thread that changes the model, or decides not to: one change at a time.
         self._model = Changed()
+        self._enter()
         self._weights = process_weights.hold(self.weight_state.held.fingerprint, vouched_as)
         self._forget_weights = weakref.finalize(self, self._weights.close)
         close_at_exit(self)
+
+    def _enter(self) -> None:
+        """Raise if the model, or a part of it, is that of a committer that was made before."""
+        number = id(self)
+        # Taken out before another object can have the number; the reference is pop's default.
+        _made[number] = weakref.ref(self, functools.partial(_made.pop, number))
+        try:
+            # In this order: of two that are made at once, the later one sees the earlier.
+            for each in list(_made.values()):
+                if (other := each()) is self:
+                    return
+                if other is not None:
+                    self._check_apart(other)
+        except BaseException:
+            del _made[number]
+            raise
+
+    def _check_apart(self, other: Committer) -> None:
+        if other._pid != self._pid or (other.weight_state.closed and not other._is_abandoned):
+            return
+        shared = self._shares(other)
+        if shared is not None and not other._is_abandoned:
+            raise ValueError(
+                f"{shared} has a WorkerSession already, made at {other._made_at}: two sessions "
+                "would each change it, and neither could say which weights it has; use that "
+                "session, or close() it first"
+            )
+        if shared is not None:
+            # Its end is under way. After it, and not before, its publisher hears of this one.
+            other.close()
+
+    def _shares(self, other: Committer) -> str | None:
+        """Return what of this model is another committer's too, in words; None: nothing."""
+        if self._vouched_as is not None and self._vouched_as is other._vouched_as:
+            return "this model"
+        found = None
+        # A model that cannot be read takes no update either.
+        with contextlib.suppress(Exception):
+            found = shared_memory(_written(self._target), _written(other._target))
+        if found is None:
+            return None
+        name, their_name = found
+        also = "" if name == their_name else f", {their_name!r} there,"
+        return f"{name!r} of this model{also}"
 
     # -- for the thread that owns the model
 
@@ -220,6 +286,26 @@ class Committer:
         if os.getpid() == self._pid:
             wait = not self.observers.calls_here()
             call_apart(lambda: self._close(wait), "wtransfer-close")
+
+    def abandon(self) -> None:
+        """Close a worker that nobody can reach any more; called as its session is collected.
+
+        One that has joined no publisher has no threads, and goes with the session.
+        """
+        self._is_abandoned = True
+        is_over = self.weight_state.closed or not self.joined.has_joined
+        if os.getpid() == self._pid and not is_over:
+            start_in_finaliser(self._end, "wtransfer-close")
+
+    def _end(self) -> None:
+        # To the log, which notebooks show: Python drops a ResourceWarning by default.
+        logger.warning(
+            "%s is closed: nothing refers to its WorkerSession any more, made at %s; keep a "
+            "reference for as long as the model takes updates, then close() it",
+            self.name,
+            self._made_at,
+        )
+        self._close(wait=True)
 
     def _close(self, wait: bool) -> None:
         with self.joined.lock:
@@ -498,3 +584,8 @@ class Committer:
                 return None
             state.begin()
         return self._restore_previous(rollback, rollback.held)
+
+
+def _written(target: WeightTarget) -> Mapping[str, torch.Tensor]:
+    """Return the tensors that a target writes; none where only a user's code knows them."""
+    return target.own_tensors() if isinstance(target, StateDictTarget) else {}

@@ -40,6 +40,8 @@ class JoinedPublisher:
     def __init__(self, token: str | None, engines: Collection[str] | None) -> None:
         self.current: PublisherConnection | Follower | None = None
         """The publisher that was joined and not left."""
+        self.has_joined = False
+        """True once a publisher was joined, also if it was left."""
         self.lock = threading.RLock()
         """Held while a publisher is joined or left."""
         self._token = token
@@ -95,6 +97,7 @@ class JoinedPublisher:
                 publisher = PublisherConnection(member, address, secret, host, self._engines)
             # In this order: messages after the hello must reach the publisher.
             self.current = publisher
+            self.has_joined = True
             try:
                 publisher.start()
             except BaseException:

@@ -21,6 +21,7 @@ import os
 import secrets
 import socket
 import time
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -133,6 +134,10 @@ class WorkerStatus:
 class WorkerSession:
     """Receives weight updates for one worker process, or one rank of it.
 
+    Keep a reference for as long as the model takes updates: a session that has joined a publisher
+    closes itself once nothing refers to it, and the log names the line that made it. A model has
+    one session per process; disjoint parts of a model may have one session each.
+
     Args:
         model_or_target: A torch module, a mapping of names to tensors, or a `WeightTarget`.
         join: Address of the publisher; see `join()`.
@@ -151,6 +156,13 @@ class WorkerSession:
             with a publisher are bounded by the publisher's deadline.
         name: Name for people. Default: host, process id and rank.
         serving_host: The serving engine whose plug-in opens this session; None: there is none.
+
+    Raises:
+        AuthenticationError: As `join`.
+        SchemaError: The model has tensors that cannot be written to.
+        TypeError: Not a model, nor a target.
+        ValueError: The model, or a part of it, has a session that is not closed: the text says
+            where that was made. Or an argument has no such value.
     """
 
     def __init__(
@@ -189,8 +201,15 @@ class WorkerSession:
             cast_hint=serving_host.cast_hint,
             deadline_s=deadline_s,
         )
+        # Threads refer to the committer, and none of them to the session.
+        weakref.finalize(self, self._committer.abandon).atexit = False
         if join is not None:
-            self.join(join)
+            try:
+                self.join(join)
+            except BaseException:
+                # The error may be kept, and this session with it: a notebook keeps the last one.
+                self._committer.close()
+                raise
 
     def join(self, address: str, *, token: str | None = None, host: str | None = None) -> None:
         """Dial a publisher, now and again whenever the connection is lost, until closed or left.

@@ -78,11 +78,12 @@ class StateDictTarget:
         """Memory that tensors were pointed to: its address -> versions' tensors in it."""
         self._storages()
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def own_tensors(self) -> dict[str, torch.Tensor]:
+        """Return name -> tensor that an update writes, the objects themselves."""
         return only_tensors(self._mapping)
 
     def _storages(self) -> Storages:
-        tensors = self._tensors()
+        tensors = self.own_tensors()
         _check_writable(tensors)
         return group_storages(tensors)
 
@@ -206,7 +207,12 @@ class ModuleTarget(StateDictTarget):
         super().__init__({}, commit)
         _check_reached(module)
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def own_tensors(self) -> dict[str, torch.Tensor]:
+        """Return name -> parameter or buffer in the checkpoint's form, or a view of a part of one.
+
+        Raises:
+            SchemaError: The module has no such form, or is folded into compiled code.
+        """
         _check_not_folded()
         try:
             tensors, copied = self._form.formed()

@@ -44,9 +44,10 @@ class Server:
         model: Folder of the checkpoint.
         options: Further options of SGLang, by name without dashes.
         env: Further environment.
+        python: Python of its environment.
     """
 
-    def __init__(self, folder, model, options=None, env=None):
+    def __init__(self, folder, model, options=None, env=None, python=sys.executable):
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.address = f"unix:@wtransfer-sglang-{secrets.token_hex(6)}"
@@ -54,7 +55,7 @@ class Server:
         self.log = folder / "log"
         given = {**OPTIONS, **(options or {}), "model-path": str(model), "host": "127.0.0.1"}
         given["port"] = self.url.rpartition(":")[2]
-        command = [sys.executable, "-m", "sglang.launch_server", "--skip-server-warmup"]
+        command = [python, "-m", "sglang.launch_server", "--skip-server-warmup"]
         command += ["--skip-tokenizer-init"]
         for name, value in given.items():
             command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
@@ -70,11 +71,16 @@ class Server:
             "WITNESS": str(folder),
             **(env or {}),
         }
+        self._begun_by = command, environment
+        self._start()
+        self._pool = ThreadPoolExecutor(64)
+
+    def _start(self):
+        command, environment = self._begun_by
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
                 command, env=environment, stdout=log, stderr=log, start_new_session=True
             )
-        self._pool = ThreadPoolExecutor(64)
 
     def ready(self):
         """Wait for the start; return the server."""
@@ -93,11 +99,20 @@ class Server:
         """Send a signal to the process of a rank."""
         os.kill(int((self.folder / f"pid-{rank}").read_text()), number)
 
-    def close(self):
-        """End its processes, those that SGLang has started as well."""
+    def kill(self):
+        """Kill its processes, those that SGLang has started as well."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+    def start_again(self):
+        """Start it as it was started before, and wait for that."""
+        self._start()
+        self.ready()
+
+    def close(self):
+        """End it."""
+        self.kill()
         self._pool.shutdown()
 
     def post(self, path, body, wait_s=ANSWER_S):

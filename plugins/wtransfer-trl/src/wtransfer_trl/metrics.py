@@ -12,9 +12,10 @@ from wtransfer_trl.policy_sync import last_numbers
 class Metrics(TrainerCallback):
     """Adds the numbers of the last weight update to each entry of the trainer's log.
 
-    ``wtransfer/version`` (number of the update that the server holds), ``wtransfer/seconds`` and
-    ``wtransfer/bytes`` (of that update), ``wtransfer/stale_steps`` (failed updates since). They
-    reach ``trainer.state.log_history`` and the callbacks that follow this one; integrations of
+    ``wtransfer/version`` (number of the update that vLLM holds; 0: none of this run, or vLLM does
+    not say), ``wtransfer/stale_steps`` (updates since), ``wtransfer/seconds`` and
+    ``wtransfer/bytes`` (of the last update that succeeded). They reach
+    ``trainer.state.log_history`` and the callbacks that follow this one; integrations of
     ``report_to`` come before the callbacks of a user and do not see them.
     """
 

@@ -22,7 +22,6 @@ def install(
     *,
     options: Mapping[str, Any] | None = None,
     on_error: OnError = "raise",
-    return_s: float = 120.0,
     **publisher: Any,
 ) -> None:
     """Have the trainers of TRL that are made in this process from then on publish by wtransfer.
@@ -36,8 +35,8 @@ def install(
         options: Options of the engine.
         on_error: ``"raise"``: a failed update raises in the trainer's thread. ``"keep"``: it is
             logged and counted (`Metrics`), and training goes on with the policy that is served.
-        return_s: Longest wait of an update for a server that was restarted, in seconds.
-        **publisher: Further arguments of `wtransfer.Publisher`: ``token``, ``deadline_s``...
+        **publisher: Further arguments of `wtransfer.Publisher`: ``token``, ``deadline_s``,
+            ``return_s`` (default for a server: 300)...
 
     Raises:
         ValueError: `on_error` is neither.
@@ -56,6 +55,5 @@ def install(
             engine=engine,
             options=dict(options or {}),
             on_error=on_error,
-            return_s=return_s,
             **publisher,
         )

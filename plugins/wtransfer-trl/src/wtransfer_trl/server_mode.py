@@ -1,31 +1,103 @@
-"""TRL's client of a vLLM server, with its weight updates by wtransfer."""
+"""TRL's generation by a vLLM server, with its weight updates by wtransfer."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
+import logging
+import warnings
 from typing import TYPE_CHECKING, Any
 
+from accelerate.utils import broadcast_object_list
 from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
 from wtransfer.errors import WTransferError
 
 from wtransfer_trl.policy_sync import PolicySync
 
+with warnings.catch_warnings():
+    # TRL warns whoever imports from there, and this is not the user.
+    warnings.simplefilter("ignore")
+    from trl.experimental.online_dpo import OnlineDPOTrainer
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import torch
 
     from wtransfer_trl.policy_sync import Announced
 
 
+logger = logging.getLogger(__name__)
+
+_post = inspect.unwrap(VLLMClient._post)  # noqa: SLF001  # TRL's, of the one series that is allowed
+_generate = inspect.unwrap(VLLMGeneration.generate)
+_generate_vllm_server = inspect.unwrap(OnlineDPOTrainer._generate_vllm_server)  # noqa: SLF001
+
+
 def replace(**arguments: Any) -> None:
-    """Replace the methods by which TRL's ``VLLMClient`` updates weights.
+    """Replace the methods by which TRL updates a server's weights and generates from them.
 
     Args:
         **arguments: Of a client's `PolicySync`.
     """
     for name, method in _methods(**arguments).items():
         setattr(VLLMClient, name, method)
+    VLLMGeneration.generate = _checked_generate
+    OnlineDPOTrainer._generate_vllm_server = _checked_generate_vllm_server  # noqa: SLF001
+
+
+@functools.wraps(_generate)
+def _checked_generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    generate = functools.partial(_generate, self, *args, **kwargs)
+    if self.mode != "server":
+        return generate()
+    return _from_published(self, generate, self.sync_weights)
+
+
+@functools.wraps(_generate_vllm_server)
+def _checked_generate_vllm_server(self: Any, *args: Any, **kwargs: Any) -> Any:
+    generate = functools.partial(_generate_vllm_server, self, *args, **kwargs)
+    return _from_published(self, generate, self._move_model_to_vllm)
+
+
+def _from_published(trainer: Any, generate: Callable[[], Any], sync: Callable[[], None]) -> Any:
+    """Generate from the last published set; where the server held another, once more.
+
+    Every rank of the trainer calls it: `sync` gathers the weights from all of them.
+
+    Raises:
+        WTransferError: The server did not generate from that set the second time either.
+    """
+
+    def agreed(look: Callable[[PolicySync], str | None]) -> str | None:
+        """Return what the main process finds, on every rank."""
+        found: list[str | None] = [None]
+        if trainer.accelerator.is_main_process:
+            # None, or TRL's own: a client that was closed, or made before `install`.
+            policy_sync = trainer.vllm_client.communicator
+            if isinstance(policy_sync, PolicySync) and (mismatch := look(policy_sync)):
+                logger.warning("the vLLM server %s", mismatch)
+                found = [mismatch]
+        broadcast_object_list(found, from_process=0)
+        return found[0]
+
+    def attempt() -> tuple[Any, str | None]:
+        mismatch = agreed(PolicySync.begin_generation)
+        answer = None if mismatch else generate()
+        return answer, mismatch or agreed(PolicySync.end_generation)
+
+    answer, mismatch = attempt()
+    if mismatch is not None:
+        sync()
+        answer, mismatch = attempt()
+    if mismatch is not None:
+        raise WTransferError(
+            f"the vLLM server {mismatch}, also after the policy was published again; its answer is "
+            "not used. Look at the server's log: it may be restarted again and again"
+        )
+    return answer
 
 
 def _methods(engine: str, **arguments: Any) -> dict[str, Any]:
@@ -61,6 +133,13 @@ def _methods(engine: str, **arguments: Any) -> dict[str, Any]:
         with _sync_of(self).collect():
             yield
 
+    @functools.wraps(_post)
+    def post(self: Any, url: str, **kwargs: Any) -> Any:
+        answer = _post(self, url, **kwargs)
+        if isinstance(self.communicator, PolicySync):
+            self.communicator.took(answer)
+        return answer
+
     def reset_prefix_cache(self: Any) -> None:
         """Do nothing: a commit has emptied the cache, and a refused update leaves it valid."""
 
@@ -76,6 +155,7 @@ def _methods(engine: str, **arguments: Any) -> dict[str, Any]:
             update_named_params,
             update_named_param,
             weight_update,
+            post,
             reset_prefix_cache,
             close_communicator,
         )

@@ -6,6 +6,8 @@ on_error: argument of ``install``.
 spoilt: number of an update of which one bit is another than its digest says.
 broken: number of an update that the engine fails to load.
 hold: number of a generation after which a line of standard input is waited for, and told.
+hold_within: number of a generation before whose request a line of standard input is waited for;
+    the label that the server has after each request is told.
 lora: train an adapter, and tell after each update whether it was unmerged.
 colocated: of a vLLM in the script's process tell what is called, keep the policy of each update,
     as the folder ``policy-NUMBER``, and after each generation what it answers to a test's prompts,
@@ -30,7 +32,9 @@ import trl
 from peft import LoraConfig
 from safetensors.torch import save_file
 from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
 from wtransfer.engines.shm import ShmTrainerEngine
+from wtransfer.weight_sync.http.client import HttpClient
 
 import wtransfer_trl
 from wtransfer_trl.policy_sync import PolicySync
@@ -98,12 +102,12 @@ class Adapted(trl.GRPOTrainer):
 
 def hold_after(number):
     """Wait after a generation, and tell when the update that follows begins."""
-    generate, update = VLLMClient.generate, VLLMClient.update_named_params
+    generate, update = VLLMGeneration.generate, VLLMClient.update_named_params
     num_generated = 0
 
-    def counting(client, *args, **more):
+    def counting(generation, *args, **more):
         nonlocal num_generated
-        answer = generate(client, *args, **more)
+        answer = generate(generation, *args, **more)
         num_generated += 1
         if num_generated == number:
             say("generated", number)
@@ -114,7 +118,25 @@ def hold_after(number):
         say("updating after", num_generated)
         update(client, *args)
 
-    VLLMClient.generate, VLLMClient.update_named_params = counting, telling
+    VLLMGeneration.generate, VLLMClient.update_named_params = counting, telling
+
+
+def hold_within(number):
+    """Wait before a generation's request, and tell after each which weights the server holds."""
+    generate = VLLMClient.generate
+    num_generated = 0
+
+    def holding(client, *args, **more):
+        nonlocal num_generated
+        num_generated += 1
+        if num_generated == number:
+            say("generating", number)
+            sys.stdin.readline()
+        answer = generate(client, *args, **more)
+        say("generated under", HttpClient(client.base_url).weight_info()["weight_version"])
+        return answer
+
+    VLLMClient.generate = holding
 
 
 def colocate(asked):
@@ -192,6 +214,8 @@ def main(order, script, *arguments):
         install(*args, **given, **more)
         if "hold" in asked:
             hold_after(asked["hold"])
+        if "hold_within" in asked:
+            hold_within(asked["hold_within"])
 
     wtransfer_trl.install = functools.wraps(install)(installed)
     if "colocated" in asked:

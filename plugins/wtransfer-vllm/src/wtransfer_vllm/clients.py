@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import itertools
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 TIMEOUT_S = 30.0
+
+_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+"""Name of each engine that was given none, the same in all its clients."""
+_numbers = itertools.count(1)
 
 
 class EngineClient(ABC):
@@ -107,12 +113,13 @@ class LLMClient(EngineClient):
 
     Args:
         llm: vLLM's ``LLM``.
+        name: Name of the engine in errors and reports. Default: ``LLM`` and a number.
     """
 
     is_local = True
 
-    def __init__(self, llm: Any) -> None:
-        super().__init__(llm, f"LLM {id(llm):#x}")
+    def __init__(self, llm: Any, *, name: str | None = None) -> None:
+        super().__init__(llm, name or _numbered("LLM", llm))
         self.lock = threading.RLock()
         """Held while the publisher uses the ``LLM``."""
 
@@ -128,15 +135,21 @@ class AsyncLLMClient(EngineClient):
     Args:
         engine: vLLM's ``AsyncLLM``.
         loop: The event loop that it runs in.
+        name: Name of the engine in errors and reports. Default: ``AsyncLLM`` and a number.
         timeout_s: Longest wait for an answer, in seconds.
     """
 
     is_local = True
 
     def __init__(
-        self, engine: Any, loop: asyncio.AbstractEventLoop, *, timeout_s: float = TIMEOUT_S
+        self,
+        engine: Any,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        name: str | None = None,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
-        super().__init__(engine, f"AsyncLLM {id(engine):#x}", timeout_s)
+        super().__init__(engine, name or _numbered("AsyncLLM", engine), timeout_s)
         self._loop = loop
 
     def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
@@ -161,3 +174,8 @@ class AsyncLLMClient(EngineClient):
         parallel = getattr(self._engine.vllm_config, "parallel_config", None)
         size = getattr(parallel, "world_size_across_dp", None)
         return size if isinstance(size, int) else None
+
+
+def _numbered(kind: str, engine: Any) -> str:
+    """Return the name of an engine that was given none."""
+    return _names.get(engine) or _names.setdefault(engine, f"{kind} {next(_numbers)}")

@@ -113,8 +113,8 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
         """Publish the weights as they are now: every worker commits, or all keep what they have.
 
         The source is read to its end in any case, so that no rank waits for another in a gather;
-        unless one tensor takes longer than the publisher's deadline. A client that has forgotten
-        its publisher, as a server that was restarted, is invited again.
+        unless one tensor takes longer than the publisher's deadline. The round waits for a server
+        that is restarting, as long as the publisher's ``return_s`` says.
 
         Args:
             weight_version: Label. Default: ``round-1``, ``round-2`` and so on.
@@ -140,7 +140,6 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
                 pass
             return None
         with self._stream.round(metadata, _pass_over(self.source)):
-            self.publisher.invite()
             label = weight_version or f"round-{self._num_rounds}"
             self.report = self.publisher.publish(label)
         return self.report.raise_unless_ok()

@@ -281,3 +281,11 @@ def await_commit(round_):
             round_.result(1)
             raise AssertionError(f"no commit in phase {round_.phase}")
         time.sleep(0.002)
+
+
+def until(condition, timeout_s=30.0):
+    """Wait until a condition holds."""
+    limit = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < limit, f"not within {timeout_s:g} s"
+        time.sleep(0.005)

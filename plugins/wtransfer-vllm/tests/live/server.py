@@ -1,4 +1,4 @@
-"""vLLM's own server, in processes of its own."""
+"""Hosts in processes of their own: vLLM's server, and a plain worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import httpx
-from engines import python_path
+from engines import python_path, until
 from wtransfer.weight_sync.http.client import HttpClient
 
 START_S = 240.0
@@ -138,6 +138,29 @@ class ServerOfWords(Server):
         more = f"--port {port} --served-model-name tiny --max-model-len 512 --enforce-eager"
         more += f" --kv-cache-memory-bytes {64 << 20}"
         self._start(["bash", "-c", f"{words} {more}"], environment() | env)
+
+
+@contextlib.contextmanager
+def plain_worker(folder, checkpoint, token):
+    """Have a worker serve a checkpoint within the block; gives its address."""
+    log = folder / "worker.log"
+    address = f"unix:@wtransfer-plain-{os.getpid()}-{time.monotonic_ns()}"
+    command = ["worker", "--checkpoint", str(checkpoint), "--listen", address]
+    with log.open("w") as out:
+        # Unbuffered: its readiness is read from what it prints.
+        worker = subprocess.Popen(
+            [sys.executable, "-u", "-m", "wtransfer", *command],
+            env={**os.environ, "WTRANSFER_TOKEN": token},
+            stdout=out,
+            stderr=out,
+        )
+    try:
+        until(lambda: "ready" in log.read_text() or worker.poll() is not None, START_S)
+        assert worker.poll() is None, log.read_text()
+        yield address
+    finally:
+        worker.terminate()
+        worker.wait(20)
 
 
 def environment():
