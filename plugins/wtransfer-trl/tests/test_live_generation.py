@@ -66,12 +66,14 @@ def test_generation_while_the_server_loads_its_checkpoint_is_repeated(server, mo
         order = {"method": "reload_weights"}
         httpx.post(f"{server.url}/collective_rpc", json=order, timeout=60).raise_for_status()
 
+    # Another test may have left a policy.
+    reload(None)
     of_a = server.tokens([PROMPT])
     with generating(server, models, iter([reload])) as generation:
         assert tokens_of(generation) == server.tokens([PROMPT]) != of_a
         assert re.fullmatch(r"trl-\w+-2", server.label())
     # By its label, or where the publisher was faster than the generation, by its loss.
-    assert re.search(r"the vLLM server ha.*, expected trl-\w+-1", caplog.text)
+    assert re.search(r"the vLLM server (holds|has lost) .*, expected trl-\w+-1", caplog.text)
 
 
 @pytest.mark.nightly

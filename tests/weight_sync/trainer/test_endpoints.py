@@ -73,7 +73,8 @@ def absent():
 
 def test_two_workers_of_one_name_are_numbered(start_worker, weights):
     workers = [start_worker(name="same") for _ in range(2)]
-    with Publisher(weights, hosts=[each.address for each in workers]) as publisher:
+    hosts = [each.address for each in workers]
+    with Publisher(weights, hosts=hosts, return_s=0) as publisher:
         report = publisher.publish("v1")
         assert report.ok
         assert {each.worker for each in report.workers} == {"same", "same#2"}
