@@ -232,11 +232,14 @@ def _publisher(order: _Order) -> Publisher:
         engine_cls = registry("engines").get(order.engine)
         trainer_cls = WeightTransferTrainerFactory.trainer_class(order.engine)
         remote = [url.name for url in map(parse_url, order.hosts) if _is_remote(url)]
-    if remote and not getattr(engine_cls, "multi_host", False):
+    # By a path a container of this host, with an address of its own, is reached as well.
+    at_path = (order.listen or "").startswith("unix:/")
+    if remote and not (at_path or getattr(engine_cls, "multi_host", False)):
         raise click.UsageError(
             f"engine {order.engine!r} reaches workers on this host only, and {remote[0]} is on "
             "another: use one that crosses hosts (--engine file -o path=SHARED_FOLDER), with "
-            "--listen tcp:HOST:PORT where they can dial this one"
+            "--listen tcp:HOST:PORT where they can dial this one; containers of this host need "
+            "only share a volume (--listen unix:/PATH)"
         )
     options = typed_options(order.engine, trainer_cls.init_info_cls, order.options)
     from wtransfer.checkpoint.source import CheckpointSource

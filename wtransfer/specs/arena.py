@@ -414,7 +414,7 @@ def _find_or_make(engine_id: str, rank: int, layout: ArenaLayout, deadline_s: fl
             raise StallError(
                 f"rank {rank} of {layout.num_ranks} of engine {engine_id!r} found no arena within "
                 f"{deadline.seconds:g} s: rank 0, which makes it, has not got that far, or runs on "
-                "another host or as another user",
+                "another host, in another network namespace (a container) or as another user",
                 seconds=deadline.seconds,
             )
         time.sleep(_POLL_S)

@@ -50,8 +50,8 @@ _ALL = frozenset({"0.0.0.0", "::"})  # noqa: S104  # nothing listens there
 _CREDENTIALS = struct.Struct("3i")
 
 _ABSTRACT = (
-    " If it is, it has another network namespace, in which alone its name is known: containers "
-    "must share theirs, or a volume that all mount at one path (listen='unix:/path')"
+    " If it is, it has another network namespace, in which alone this name is known: share one, or "
+    "let the publisher listen at a path on a volume that both sides mount (listen='unix:/path')"
 )
 
 RANDOM_PREFIX = "unix:@wtransfer-"

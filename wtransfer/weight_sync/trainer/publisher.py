@@ -148,8 +148,9 @@ class Publisher:
         trainer: The engine's trainer class. Default: the ``trainer_cls`` of the worker class.
         options: Fields of the engine's trainer init info.
         listen: Address to listen at. Default: an abstract Unix socket with a random name, which
-            only this user on this host can reach. ``tcp:host:port`` for other hosts: both
-            sides prove that they know the token, but nothing is encrypted.
+            only this user can reach, in this network namespace. ``unix:/path`` for containers of
+            this host that share that folder. ``tcp:host:port`` for other hosts: both sides prove
+            that they know the token, but nothing is encrypted.
         token: Shared secret. Default: ``WTRANSFER_TOKEN`` or the file that
             ``WTRANSFER_TOKEN_FILE`` names, else a new one, to be read from `token`.
         hosts: The hosts that every update is for: URLs of ``wtransfer worker`` or of serving
