@@ -389,3 +389,28 @@ class Fleets(RuleBasedStateMachine):
 
 TestFleets = Fleets.TestCase
 TestFleets.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+# -- sequences that are rarely found by chance
+
+
+def test_host_whose_yes_came_too_late_is_asked_until_it_says_what_is_behind_it():
+    state = FleetState(set())
+    state.add(["a"], 0.0)
+    (host,) = state.due(0.0)
+    state.begin_question(host)
+    state.said_no(host, StallError("no answer in time"), 1.0, drained=False)
+    one = [hello("first", "a")]
+    state.look(one, one, 2.0)
+    assert state.absent() == []
+    assert state.due(2.0) == [host]
+    state.begin_question(host)
+    state.said_yes(host, 3.0, num_ranks=2)
+    state.look(one, one, 4.0)
+    assert state.absent() == [host]
+    assert host.absence(5.0) == (
+        "a is absent for 1.0 s (1 of 2 ranks): it was asked to join, and its workers have not come"
+    )
+    both = [*one, hello("second", "a")]
+    state.look(both, both, 6.0)
+    assert (state.absent(), state.due(1000.0)) == ([], [])
