@@ -265,7 +265,7 @@ def commit_error(report: Report) -> CommitError:
     return CommitError(
         f"{head} {report.version!r} after its commit; mend what is named, then publish again:"
         + "".join(lines),
-        restored=all(each.outcome in _RESTORED for each in report.workers),
+        restored=all(each.outcome in (*_RESTORED, "gone") for each in report.workers),
         report=report,
         round_id=report.round_id,
         version=report.version,

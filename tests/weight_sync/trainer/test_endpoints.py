@@ -73,7 +73,8 @@ def absent():
 
 def test_two_workers_of_one_name_are_numbered(start_worker, weights):
     workers = [start_worker(name="same") for _ in range(2)]
-    with Publisher(weights, hosts=[each.address for each in workers]) as publisher:
+    hosts = [each.address for each in workers]
+    with Publisher(weights, hosts=hosts, return_s=0) as publisher:
         report = publisher.publish("v1")
         assert report.ok
         assert {each.worker for each in report.workers} == {"same", "same#2"}
@@ -770,7 +771,7 @@ def hello(instance, rank, host_ranks, num_ranks=2):
 
 def missing(joined, whole):
     state = FleetState(set())
-    state.add("h", 0.0)
+    state.add(["h"], 0.0)
     state.look(joined, whole, 1.0)
     return [f"{host.name}{host.ranks}" for host in state.absent()]
 

@@ -136,17 +136,34 @@ class Rounds(RuleBasedStateMachine):
     @initialize(
         sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3),
         may_drop=st.booleans(),
+        gates=st.lists(st.booleans(), min_size=3, max_size=3),
+        is_grouped=st.booleans(),
+        min_instances=st.sampled_from([1, 1, 2]),
         num_good=st.integers(0, 60),
         order=st.randoms(use_true_random=False),
         spoiled=st.integers(0, 9),
         to_commit=st.booleans(),
     )
-    def begin(self, *, sizes, may_drop, num_good, order, spoiled, to_commit):
+    def begin(
+        self,
+        *,
+        sizes,
+        may_drop,
+        gates,
+        is_grouped,
+        min_instances,
+        num_good,
+        order,
+        spoiled,
+        to_commit,
+    ):
         """Start, and let some steps go well: else few rounds would come to their commit."""
         self.workers = []
         instances = []
         for number, size in enumerate(sizes):
             ranks = [ModelWorker(f"{number}/{rank}", rank, size) for rank in range(size)]
+            for worker in ranks:
+                worker.gates = gates[number] or not any(gates[: len(sizes)])
             instances.append(ranks)
             self.workers += ranks
         for worker in self.workers[spoiled : spoiled + 1]:
@@ -154,7 +171,17 @@ class Rounds(RuleBasedStateMachine):
         self.told = Counter()
         self.coordinator_lives = True
         self.step = "init"
-        self.state = RoundState(ROUND, "v1", instances, self.send, may_drop=may_drop)
+        self.min_instances = min_instances
+        self.state = RoundState(
+            ROUND,
+            "v1",
+            instances,
+            self.send,
+            min_instances=min_instances,
+            may_drop=may_drop,
+            is_gating=lambda workers: gates[instances.index(workers)],
+            is_grouped=is_grouped,
+        )
         for _ in range(400 if to_commit else num_good):
             if not (to_commit and self.state.committing):
                 self.go_on([order.randrange(60)])
@@ -217,11 +244,15 @@ class Rounds(RuleBasedStateMachine):
         if self.step == "data again":
             return lambda: self.ask("prepare", state.data, {})
         if self.step == "prepare" and all(rank.num_received == 2 for rank in ranks):
-            return lambda: self.ask("commit", state.prepare, GOOD, DIGESTS)
+            return self.end_transfer
         if self.step == "commit" and all(rank.vote for rank in ranks):
             # What the votes are about, the machine has to look at.
             return lambda: self.ask("over", state.commit, GOOD)
         return None
+
+    def end_transfer(self):
+        self.state.is_grouped = False
+        self.ask("commit", self.state.prepare, GOOD, DIGESTS)
 
     def ask(self, then, event, *args):
         """Feed the coordinator's event as `Coordinator` does: what it raises ends the round."""
@@ -268,7 +299,8 @@ class Rounds(RuleBasedStateMachine):
                 self.hear(worker)
             worker.outbox.clear()
             worker.disconnect()
-            self.state.lose(worker, PeerLostError(f"{worker.name} is gone", worker=worker.name))
+            error = PeerLostError(f"{worker.name} is gone", worker=worker.name)
+            self.feed(worker, lambda: self.state.lose(worker, error))
 
         self.some(data, lambda worker: worker.connected, cut)
 
@@ -278,8 +310,23 @@ class Rounds(RuleBasedStateMachine):
         """Count as lost, though it may go on."""
         error = StallError("no progress")
         self.some(
-            data, lambda worker: worker.connected, lambda worker: self.state.lose(worker, error)
+            data,
+            lambda worker: worker.connected,
+            lambda worker: self.feed(worker, lambda: self.state.lose(worker, error)),
         )
+
+    @precondition(lambda self: self.coordinator_lives and self.step != "init")
+    @rule(data=st.data())
+    def worker_is_late(self, data):
+        def leave_out(worker):
+            before, was_live = self.state.live(), self.is_live(worker)
+            is_left_out = self.state.leave_out(worker, StallError("late"))
+            # A round that has ended has nobody to go on without.
+            assert self.is_live(worker) == (was_live and not is_left_out)
+            assert not is_left_out or not (worker.gates or self.state.committing)
+            assert is_left_out or self.state.live() == before
+
+        self.some(data, lambda worker: True, leave_out)
 
     @rule(data=st.data())
     def rank_waits_no_longer(self, data):
@@ -306,7 +353,24 @@ class Rounds(RuleBasedStateMachine):
             act(data.draw(st.sampled_from(found)))
 
     def hear(self, worker):
-        self.state.answer(worker, worker.outbox.popleft())
+        message = worker.outbox.popleft()
+        self.feed(worker, lambda: self.state.answer(worker, message), message)
+
+    def is_live(self, worker):
+        return self.state.participant(worker) in self.state.ranks()
+
+    def feed(self, worker, event, message=None):
+        """Feed an event of a worker, and judge who pays for it."""
+        state = self.state
+        had_ended, others = state.ended, len(state.live()) - 1
+        event()
+        if had_ended is not None or state.ended is None:
+            return
+        may_go = state.may_drop and (message is None or isinstance(message, Refuse))
+        may_go = may_go and not state.participant(worker).differs
+        assert not (not worker.gates or may_go) or (
+            state.is_grouped or others < self.min_instances
+        ), "a worker that the round could go on without has ended it"
 
     # -- the promises
 
@@ -317,7 +381,18 @@ class Rounds(RuleBasedStateMachine):
         self.orders_do_not_contradict_each_other()
         self.an_ended_round_was_aborted_everywhere()
         assert self.state.live()
-        assert self.state.may_drop or self.state.live() == self.state.instances
+        self.who_was_left_out_was_not_needed()
+
+    def who_was_left_out_was_not_needed(self):
+        state = self.state
+        dropped = [each for each in state.instances if each.dropped]
+        assert not dropped or not state.is_grouped
+        assert not dropped or len(state.live()) >= self.min_instances
+        for instance in dropped:
+            assert state.may_drop or not instance.ranks[0].worker.gates
+        undecided = [rank for rank in state.ranks() if rank in state.undecided()]
+        assert undecided == state.undecided()
+        assert not state.committing or state.settled == (not undecided)
 
     def what_is_reported_is_what_is_held(self):
         for rank in self.state.ranks() if self.told else ():

@@ -24,8 +24,10 @@ from wtransfer.calls import check_process
 from wtransfer.deadline import Deadline
 from wtransfer.errors import (
     CommitError,
+    GroupError,
     NonfiniteError,
     PeerLostError,
+    RemoteError,
     RoundAbortedError,
     StallError,
     WTransferError,
@@ -265,7 +267,7 @@ class Coordinator:
     @property
     def host_by_worker(self) -> dict[str, str]:
         """Host that let a worker of the round join, by the worker's name."""
-        return {w.name: w.hello.host for w in self.members if w.hello.host is not None}
+        return {w.name: w.host for w in self.members if w.host is not None}
 
     def status(self) -> RoundStatus:
         """Return how far the round is."""
@@ -477,6 +479,8 @@ class Coordinator:
                     self._check_state()
                     self.phase = "commit"
                     self.state.commit(proven.fingerprint)
+                    # Before any ack, which may be lost: its worker says in a hello what it holds.
+                    self._membership.note_published(proven.fingerprint)
         except BaseException as error:
             if self.state.committing:
                 raise
@@ -570,9 +574,14 @@ class Coordinator:
     def _await_acks(self) -> None:
         deadline_s = self._rules.deadline_s
         reason = f"not every rank has committed within {deadline_s:g} s"
+        late_since: float | None = None
 
         def over() -> bool:
-            return self.state.settled or self._is_left_alone()
+            nonlocal late_since
+            if self.state.settled or self._is_left_alone():
+                return True
+            late_since = self._late_since(self.state.undecided(), late_since)
+            return self._is_beyond_patience(late_since)
 
         # A host's call may take as long as its start and its finish.
         answered_by = Deadline(2 * deadline_s)
@@ -580,6 +589,8 @@ class Coordinator:
         self.changed.wait_for(over, deadline_s)
         with self._lock:
             is_left_alone = self._is_left_alone()
+            if self._is_beyond_patience(late_since):
+                reason = f"its instance was more than {JOINER_PATIENCE_S:g} s behind the others"
         if is_left_alone:
             reason = "the host failed in the call that lets its ranks commit"
             # An ack may be under way on another connection than the host's answer.
@@ -599,7 +610,7 @@ class Coordinator:
         A host with a rank that is pending or lost may never answer, and is reported by that rank.
         """
         ranks = [each for each in self.state.ranks() if each.outcome in ("pending", "lost")]
-        silent = {rank.worker.hello.host or "" for rank in ranks}
+        silent = {rank.worker.host or "" for rank in ranks}
         return self._unanswered - self._apply_errors.keys() - silent
 
     def _is_left_alone(self) -> bool:
@@ -609,7 +620,7 @@ class Coordinator:
         rolls back needs no call.
         """
         pending = [rank for rank in self.state.ranks() if rank.outcome == "pending"]
-        errors = [self._apply_errors.get(rank.worker.hello.host or "") for rank in pending]
+        errors = [self._apply_errors.get(rank.worker.host or "") for rank in pending]
         return bool(pending) and not any(
             rank.rolled_back or error is None or isinstance(error, StallError)
             for rank, error in zip(pending, errors, strict=True)
@@ -622,10 +633,12 @@ class Coordinator:
                 if rank.outcome == "pending":
                     worker = rank.worker
                     worker.holds(worker.version, worker.fingerprint, "pending")
+                    # It takes no plan before it has applied this update.
+                    worker.set_aside = worker.set_aside or not self.state.gates(worker)
 
     def _apply_by_hosts(self) -> None:
         """Let serving engines apply, on a thread of its own: their answer needs the `Finish`."""
-        hosts = {w.hello.host for w in self.members if w.hello.host is not None}
+        hosts = {worker.host for worker in self.members if worker.host is not None}
 
         def answered(host: str) -> None:
             with self._lock:
@@ -678,15 +691,18 @@ class Coordinator:
         """
         with self._lock:
             for instance in self.state.instances if self.state.is_grouped else ():
-                error = next((each.error for each in instance.ranks if each.error), None)
-                if error is None or instance.gates:
+                errors = [rank.error for rank in instance.ranks if rank.error is not None]
+                if not isinstance(self.failure, GroupError):
+                    # The cause is known, and a rank that reports a broken group is not to blame.
+                    errors = [each for each in errors if not isinstance(each, GroupError)]
+                if instance.gates or not errors:
                     continue
                 for rank in instance.ranks:
                     rank.worker.set_aside = True
                     rank.worker.log_once(
                         f"{rank.worker.name} has ended a round, and takes part in none until it "
                         "joins anew",
-                        error,
+                        errors[0],
                     )
 
     # -- the waits
@@ -702,7 +718,10 @@ class Coordinator:
             waiting = [rank for rank in self.state.ranks() if not done(rank)]
             if waiting:
                 self._check_stall(waiting, begun, what)
-                late_since = self._leave_late_out(waiting, late_since, what)
+                late_since = self._late_since(waiting, late_since)
+                if self._is_beyond_patience(late_since):
+                    for rank in waiting:
+                        self.state.leave_out(rank.worker, _late(rank.worker, what))
             return not waiting
 
         with self._lock:
@@ -753,29 +772,17 @@ class Coordinator:
                 self.state.abort(symptom)
                 raise symptom
 
-    def _leave_late_out(
-        self, waiting: list[RankAnswers], late_since: float | None, what: str
-    ) -> float | None:
-        """Go on without joiners that alone hold up the round, beyond a joiner's patience.
-
-        Returns:
-            Since when only joiners are waited for in this wait; None: others are.
-        """
-        late = [rank for rank in waiting if not self.state.gates(rank.worker)]
-        if len(late) < len(waiting):
+    def _late_since(self, waiting: list[RankAnswers], since: float | None) -> float | None:
+        """Return since when only joiners are waited for in a wait; None: others are."""
+        if any(self.state.gates(rank.worker) for rank in waiting):
             return None
-        since = time.monotonic() if late_since is None else late_since
-        if self._late_s + _idle_s(since) > JOINER_PATIENCE_S:
-            for rank in late:
-                name = rank.worker.name
-                error = StallError(
-                    f"{name} was more than {JOINER_PATIENCE_S:g} s behind the others on {what}, "
-                    "and the round went on without it",
-                    seconds=JOINER_PATIENCE_S,
-                    worker=name,
-                )
-                self.state.leave_out(rank.worker, error)
-        return since
+        return time.monotonic() if since is None else since
+
+    def _is_beyond_patience(self, late_since: float | None) -> bool:
+        """Return True if joiners alone have held up the round for longer than is allowed."""
+        if late_since is None:
+            return False
+        return self._late_s + _idle_s(late_since) > JOINER_PATIENCE_S
 
     def _check_stall(self, waiting: list[RankAnswers], begun: float, what: str) -> None:
         """Lose a worker that neither makes progress nor is fed by a trainer that does."""
@@ -831,6 +838,8 @@ class Coordinator:
         self._clock.lap("finish")
         self._clock.seconds["total"] = sum(self._clock.seconds.values())
         with self._lock:
+            # First: which worker is behind which host is found out as hosts are looked at.
+            absent = self._absent()
             self._note_left_out()
             fingerprint = self.proven.fingerprint
             workers = [
@@ -842,7 +851,7 @@ class Coordinator:
             others = [
                 worker
                 for worker in membership.workers()
-                if worker not in self.members and worker.hello.host not in membership.without
+                if worker not in self.members and worker.host not in membership.without
             ]
             workers += [_report_bystander(worker, fingerprint) for worker in others]
             reported = {(each.instance, each.rank) for each in workers}
@@ -854,7 +863,7 @@ class Coordinator:
             told = {each.host for each in workers if each.error or each.outcome not in _HELD}
             workers += [
                 WorkerReport(host, host, 0, "dropped", None, "", error=error, host=host)
-                for host, error in self._absent().items()
+                for host, error in absent.items()
                 # Else the row of its worker says so.
                 if host not in told
             ]
@@ -873,26 +882,30 @@ class Coordinator:
     def _note_left_out(self) -> None:
         """Note why joiners were left out of the round; each reason is logged once."""
         for instance in self.state.instances:
-            if instance.dropped and not instance.gates:
-                error = next(each.error for each in instance.ranks if each.error)
-                for rank in instance.ranks:
-                    rank.worker.last_error = error.message
-                    text = f"{rank.worker.name} was left out of {self.version!r}"
-                    rank.worker.log_once(text, error)
+            is_held = self.dry_run or all(each.outcome == "committed" for each in instance.ranks)
+            if instance.gates or (is_held and not instance.dropped):
+                continue
+            error = instance.error or _late(instance.ranks[0].worker, "the commit")
+            for rank in instance.ranks:
+                rank.error = rank.error or error
+                rank.worker.last_error = error.message
+                rank.worker.log_once(f"{rank.worker.name} was left out of {self.version!r}", error)
 
     def _report_rank(self, instance: Instance, rank: RankAnswers, fingerprint: str) -> WorkerReport:
         worker, vote, ack = rank.worker, rank.vote, rank.ack
-        error, outcome = rank.error, rank.outcome
+        error, outcome = rank.why, rank.outcome
         if instance.dropped:
+            # A rank may have no error of its own.
             outcome = "dropped" if instance.gates else "behind"
+            error = error or instance.error
         elif self.dry_run:
             outcome = "verified"
         elif outcome == "committed" and worker.state == "empty":
             # The worker committed and has lost its weights since: not updated.
             outcome = "empty"
-        if ack is not None and ack.error is not None:
-            error = ack.error.rebuild(worker=worker.name)
-        host = worker.hello.host or ""
+        elif outcome != "committed" and not instance.gates:
+            outcome = "behind"
+        host = worker.host or ""
         if outcome == "pending" and error is None:
             # The host's error says why the worker has not applied the update.
             error = self._apply_errors.get(host)
@@ -911,7 +924,7 @@ class Coordinator:
             seconds={**(vote.seconds if vote else {}), **(ack.seconds if ack else {})},
             notes=rank.accept.notes if rank.accept else [],
             error=error,
-            host=worker.hello.host,
+            host=worker.host,
         )
 
     def _no_answer(self, host: str) -> StallError:
@@ -928,7 +941,9 @@ def _report_bystander(worker: Worker, fingerprint: str) -> WorkerReport:
     """Report a worker that joined after the plan, was set aside, or whose instance is torn."""
     # An equal fingerprint is an equal digest of every piece, proven in an earlier round.
     current = worker.fingerprint == fingerprint
-    host = worker.hello.host
+    host, error = worker.host, worker.refusal
+    if error is None and worker.last_error is not None:
+        error = RemoteError(worker.last_error, worker=worker.name)
     outcome = "behind"
     if current:
         outcome = "committed"
@@ -945,7 +960,7 @@ def _report_bystander(worker: Worker, fingerprint: str) -> WorkerReport:
         version=worker.version,
         fingerprint=worker.fingerprint,
         digests_equal=current,
-        error=None if current or worker.refusal is None else worker.refusal,
+        error=None if current else error,
         host=host,
     )
 
@@ -955,6 +970,15 @@ def _report_gone(info: WorkerInfo) -> WorkerReport:
     error = PeerLostError(f"{info.last_error}", worker=info.worker)
     return WorkerReport(
         info.worker, info.instance, info.rank, "gone", info.version, info.fingerprint, error=error
+    )
+
+
+def _late(worker: Worker, what: str) -> StallError:
+    return StallError(
+        f"{worker.name} was more than {JOINER_PATIENCE_S:g} s behind the others on {what}, and the "
+        "round went on without it",
+        seconds=JOINER_PATIENCE_S,
+        worker=worker.name,
     )
 
 

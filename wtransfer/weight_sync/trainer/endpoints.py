@@ -9,7 +9,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from wtransfer.calls import host_error, map_concurrently, raise_failed, start_call
-from wtransfer.errors import AddressError, PeerLostError, StallError, WTransferError
+from wtransfer.errors import (
+    AddressError,
+    NotInitializedError,
+    PeerLostError,
+    StallError,
+    WTransferError,
+)
 from wtransfer.transport.address import parse_address
 from wtransfer.weight_sync.http.client import HttpClient
 from wtransfer.weight_sync.messages import DRAINED
@@ -73,44 +79,53 @@ class Endpoints:
 
     # -- the list
 
-    def remove(self, host: str | WeightSyncClient) -> None:
-        """Take a host off the list, and tell it to leave.
+    def remove(self, host: str | WeightSyncClient) -> dict[str, Any]:
+        """Take a host off the list; called under the lock. Returns what `leave` takes.
 
         Raises:
             AddressError: A URL cannot be read.
             LookupError: The host is not on the list.
         """
-        name, _ = self._client(host)
-        with self._changed:
-            self.state.remove(name)
-            client = self._clients.pop(name)
-        if name in self._asked:
-            self._leave({name: client})
+        return self._take_off([self._client(host)[0]])
 
-    def replace(self, hosts: Iterable[str | WeightSyncClient]) -> None:
-        """Make the list these hosts: new ones are asked at once, those that are not named leave.
+    def replace(self, hosts: Iterable[str | WeightSyncClient]) -> dict[str, Any]:
+        """Make the list these hosts, of which new ones are asked at once; called under the lock.
+
+        Returns:
+            Those that are not named any more, as `leave` takes them.
 
         Raises:
             AddressError: A URL cannot be read.
             TypeError: A host is neither a URL nor a client.
             ValueError: A host is named twice.
         """
-        wanted = [(self._client(host)[0], host) for host in hosts]
-        names = {name for name, _ in wanted}
-        for name in [name for name in self._clients if name not in names]:
-            self.remove(self._clients[name])
-        with self._changed:
-            self._add([host for name, host in wanted if name not in self._clients])
-        self._changed.notify_all()
+        named = [self._client(host) for host in hosts]
+        wanted = dict(named)
+        gone = [name for name in self._clients if name not in wanted]
+        # An operator who has drained a host has not invited it again by a function's answer.
+        self._add([each for each in named if each[0] not in self._clients], by_hand=False)
+        # A client may be made anew for each call, and lead to what has taken a host's place.
+        self._clients |= wanted
+        return self._take_off(gone)
 
-    def _add(self, hosts: Iterable[str | WeightSyncClient]) -> None:
-        """Add hosts, which are asked at once; called under the lock."""
-        for name, client in [self._client(host) for host in hosts]:
-            self.state.add(name, time.monotonic())
-            self._clients[name] = client
-        if self.state.hosts and self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="wtransfer-ask", daemon=True)
-            self._thread.start()
+    def _add(self, named: Iterable[tuple[str, Any]], *, by_hand: bool) -> None:
+        """Add hosts, all or none, which are asked at once; called under the lock."""
+        clients = list(named)
+        if clients and self._thread is None:
+            thread = threading.Thread(target=self._run, name="wtransfer-ask", daemon=True)
+            thread.start()
+            self._thread = thread
+        self.state.add([name for name, _ in clients], time.monotonic(), by_hand=by_hand)
+        self._clients |= clients
+
+    def _take_off(self, names: Iterable[str]) -> dict[str, Any]:
+        gone = {}
+        for name in names:
+            self.state.remove(name)
+            gone[name] = self._clients.pop(name)
+        asked = {name: client for name, client in gone.items() if name in self._asked}
+        self._asked -= asked.keys()
+        return asked
 
     def _client(self, host: Any) -> tuple[str, Any]:
         if isinstance(host, str):
@@ -128,9 +143,11 @@ class Endpoints:
 
     def look(self) -> list[NamedHost]:
         """Return the hosts that are absent now; called under the lock."""
+        workers = self._membership.workers()
+        for worker in workers:
+            worker.host = self.state.host_of(worker.hello)
         if not self.state.hosts:
             return []
-        workers = self._membership.workers()
         ready = [
             worker.hello
             for ranks in self._membership.instances().values()
@@ -143,7 +160,7 @@ class Endpoints:
     def why_absent(self, host: NamedHost) -> str:
         """Describe why a host is absent; called under the lock."""
         workers = self._membership.workers()
-        late = next((w for w in workers if w.set_aside and w.hello.host == host.name), None)
+        late = next((w for w in workers if w.set_aside and w.host == host.name), None)
         lost = [w for w in self._membership.lost() if w.host == host.name]
         why = lost[-1].last_error if lost else None
         if late is not None:
@@ -176,7 +193,7 @@ class Endpoints:
         """
         timeout_s = 2 * self._timeout_s + _GRACE_S
         with self._changed:
-            self._add(hosts)
+            self._add([self._client(host) for host in hosts], by_hand=True)
             asked = list(self.state.hosts.values())
             # A question that is under way is not the user's: its answer is the one before.
             awaited = {each: each.num_answers + 1 + each.is_asked for each in asked}
@@ -184,7 +201,10 @@ class Endpoints:
         self._changed.notify_all()
 
         def answered() -> bool:
-            return self._stopped or all(h.num_answers >= n for h, n in awaited.items())
+            return self._stopped or all(
+                host.num_answers >= number or self.state.hosts.get(host.name) is not host
+                for host, number in awaited.items()
+            )
 
         self._changed.wait_for(answered, timeout_s)
         with self._changed:
@@ -197,7 +217,7 @@ class Endpoints:
                     worker=host.name,
                 )
                 for host in asked
-                if host.name in self.state.hosts
+                if self.state.hosts.get(host.name) is host
                 and (host.num_answers < awaited[host] or not host.has_joined)
             }
         errors = {name: error for name, error in failed.items() if error is not None}
@@ -236,9 +256,11 @@ class Endpoints:
             if not by_hand:
                 publisher["again"] = True
             answer = client.init_weight_transfer_engine({"wtransfer": publisher})
-            named = answer if isinstance(answer, dict) else {}
-            worker = named.get("worker")
-            worker = worker if isinstance(worker, str) else None
+            told = answer if isinstance(answer, dict) else {}
+            worker, instance = (
+                each if isinstance(each := told.get(name), str) else None
+                for name in ("worker", "instance")
+            )
             num_ranks = None
             if worker is None and hasattr(client, "get_world_size"):
                 num_ranks = client.get_world_size()
@@ -252,7 +274,6 @@ class Endpoints:
                 host.name,
             )
         with self._changed:
-            instance = named.get("instance")
             self.state.said_yes(host, time.monotonic(), worker, instance, num_ranks)
         self._changed.notify_all()
 
@@ -265,7 +286,8 @@ class Endpoints:
         if is_news and drained:
             logger.info("%s was drained, and counts as removed until it joins again", host.name)
         elif is_news:
-            logger.warning("%s is absent, and asked again until it joins: %s", host.name, error)
+            state = "absent" if host.is_absent else "there, and does not answer"
+            logger.warning("%s is %s, and asked again until it joins: %s", host.name, state, error)
 
     def _check_dialable(self, name: str, client: Any) -> None:
         address = self._publisher["address"]
@@ -303,24 +325,28 @@ class Endpoints:
             Host -> its error, where the call has failed.
         """
 
-        def apply(name: str, client: Any) -> None:
+        def apply(host: NamedHost, client: Any) -> None:
             answered = True
             try:
                 client.start_weight_update()
                 client.finish_weight_update(version)
+            except NotInitializedError:
+                # A plain worker, whose answer came too late to say so: it commits by itself.
+                if host.has_joined:
+                    raise
             except StallError:
                 answered = False
                 raise
             finally:
                 if answered:
-                    on_answer(name)
+                    on_answer(host.name)
 
         calls = {}
         for name in names:
             with self._changed:
                 host, client = self.state.hosts.get(name), self._clients.get(name)
             if host is not None and host.worker is None:
-                calls[name] = functools.partial(apply, name, client)
+                calls[name] = functools.partial(apply, host, client)
             else:
                 on_answer(name)
         _, failed = map_concurrently(calls, 2 * self._timeout_s + _GRACE_S)
@@ -328,11 +354,16 @@ class Endpoints:
 
     def deregister(self) -> None:
         """Ask the hosts to leave; the publisher ends in any case."""
-        self._leave({name: self._clients[name] for name in self._asked & self._clients.keys()})
+        self.leave({name: self._clients[name] for name in self._asked & self._clients.keys()})
         if self._thread is not None:
             self._thread.join(LEAVE_S)
 
-    def _leave(self, clients: dict[str, Any]) -> None:
+    def leave(self, clients: dict[str, Any]) -> None:
+        """Ask hosts to leave, all at once, and wait for at most `LEAVE_S`.
+
+        Args:
+            clients: By host.
+        """
         address = self._publisher["address"]
         calls = {
             name: functools.partial(client.leave, address, timeout_s=LEAVE_S)

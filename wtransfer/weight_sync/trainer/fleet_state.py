@@ -5,6 +5,7 @@ A host that was named counts in every round: a supervisor may have restarted it 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -53,7 +54,7 @@ class NamedHost:
     by_hand: bool = False
     """True if the next question is the user's, which a drained host answers with yes."""
     ask_at: float = 0.0
-    """When the next question is due, while it is absent."""
+    """When the next question is due, if it is to be asked."""
     pause_s: float = FIRST_PAUSE_S
     """Seconds from the next answer of no to the question after it."""
     num_answers: int = 0
@@ -63,6 +64,14 @@ class NamedHost:
     def is_absent(self) -> bool:
         """True if rounds must wait for it, or leave it out by name."""
         return self.absent_since is not None and not self.is_drained
+
+    @property
+    def is_to_be_asked(self) -> bool:
+        """True if it is asked again, and again: its workers are missing, or its yes is.
+
+        A yes that came too late would have said what is behind it.
+        """
+        return self.absent_since is not None or not self.has_joined
 
     @property
     def ranks(self) -> str:
@@ -102,8 +111,9 @@ class FleetState:
     worker joined     --                                 there, if no rank is missing
     answer yes        noted                              asked after the longest pause; drained no
                                                          more
-    answer no         noted; what has joined stays       asked after a pause, doubled each time
-    answer "drained"  noted                              counts as removed, and is asked on
+    answer no         what has joined stays; asked       asked after a pause, doubled each time
+                      after a pause, doubled each time
+    answer "drained"  as no                              counts as removed, and is asked on
     round begins      --                                 asked at once
     remove            gone; what joins by its            gone
                       invitation takes no part
@@ -122,19 +132,29 @@ class FleetState:
         self.hosts: dict[str, NamedHost] = {}
         """Host by name, in the user's order."""
         self._removed = removed
+        self._by_instance: dict[str | None, str] = {}
+        """Host by the instance that it named when it joined."""
 
     # -- the list
 
-    def add(self, name: str, now: float) -> None:
-        """Add a host, which is absent until its workers have joined, and to be asked at once.
+    def add(self, names: Iterable[str], now: float, *, by_hand: bool = True) -> None:
+        """Add hosts, which are absent until their workers have joined, and to be asked at once.
+
+        Args:
+            names: All are added, or none.
+            now: The present moment.
+            by_hand: True if it is the user who names them now.
 
         Raises:
-            ValueError: It is on the list.
+            ValueError: A host is on the list, or named twice.
         """
-        if name in self.hosts:
-            raise ValueError(f"host {name} is named twice; name each host once")
-        self._removed.discard(name)
-        self.hosts[name] = NamedHost(name, absent_since=now, ask_at=now, by_hand=True)
+        added: dict[str, NamedHost] = {}
+        for name in names:
+            if name in self.hosts or name in added:
+                raise ValueError(f"host {name} is named twice; name each host once")
+            added[name] = NamedHost(name, absent_since=now, ask_at=now, by_hand=by_hand)
+        self._removed.difference_update(added)
+        self.hosts |= added
 
     def remove(self, name: str) -> None:
         """Take a host off the list.
@@ -147,6 +167,7 @@ class FleetState:
             raise LookupError(f"host {name} is not on the list; the list has {there}")
         del self.hosts[name]
         self._removed.add(name)
+        self._learn_instances()
 
     # -- questions and answers
 
@@ -165,8 +186,7 @@ class FleetState:
         return [
             host
             for host in self.hosts.values()
-            if not host.is_asked
-            and (host.by_hand or (host.absent_since is not None and now >= host.ask_at))
+            if not host.is_asked and (host.by_hand or (host.is_to_be_asked and now >= host.ask_at))
         ]
 
     def begin_question(self, host: NamedHost) -> bool:
@@ -185,6 +205,7 @@ class FleetState:
     ) -> None:
         """Note that a host has joined; its workers are on their way."""
         host.worker, host.instance, host.num_ranks = worker, instance, num_ranks
+        self._learn_instances()
         host.has_joined, host.error, host.is_drained = True, None, False
         self._answered(host, now + LONGEST_PAUSE_S)
 
@@ -195,12 +216,28 @@ class FleetState:
         self._answered(host, now + host.pause_s)
         host.pause_s = min(2 * host.pause_s, LONGEST_PAUSE_S)
 
+    def _learn_instances(self) -> None:
+        named = [host for host in self.hosts.values() if host.instance is not None]
+        # The first of two names of one server counts, and the other one stays absent.
+        self._by_instance = {host.instance: host.name for host in reversed(named)}
+
     def _answered(self, host: NamedHost, ask_at: float) -> None:
         host.is_asked = False
         host.num_answers += 1
         host.ask_at = ask_at
 
     # -- workers
+
+    def host_of(self, hello: Hello) -> str | None:
+        """Return the host that a worker is behind; None: it has joined by itself.
+
+        A worker that joined by itself, and that a host named when it was asked, is behind that
+        host. One that a publisher at this address before has invited is not, unless its host is on
+        this list as well.
+        """
+        if hello.host is None:
+            return self._by_instance.get(hello.instance)
+        return hello.host if hello.host in self.hosts or hello.host in self._removed else None
 
     def look(self, joined: Iterable[Hello], whole: Iterable[Hello], now: float) -> None:
         """Find out which hosts are absent.
@@ -217,21 +254,17 @@ class FleetState:
         for hello in joined:
             if hello.host is not None and hello.host_ranks is not None:
                 told[hello.host] = max(hello.host_ranks, told.get(hello.host, 0))
-        whole = list(whole)
+        found = Counter(map(self.host_of, whole))
         for host in self.hosts.values():
-            host.joined_ranks = sum(self._is_of(hello, host) for hello in whole)
+            host.joined_ranks = found[host.name]
             host.wanted_ranks = told.get(host.name) or host.num_ranks or 1
             if host.joined_ranks >= host.wanted_ranks:
-                host.absent_since, host.pause_s, host.is_drained = None, FIRST_PAUSE_S, False
+                host.absent_since, host.is_drained = None, False
             elif host.absent_since is None:
-                host.absent_since, host.ask_at = now, now + host.pause_s
+                host.absent_since, host.pause_s = now, FIRST_PAUSE_S
+                host.ask_at = now + host.pause_s
                 # Else it would be said of a worker that is gone.
                 host.error = None
-
-    def _is_of(self, hello: Hello, host: NamedHost) -> bool:
-        # A worker that joined by itself, and that its host named when it was asked, counts as well.
-        by_itself = hello.host is None and host.instance is not None
-        return hello.host == host.name or (by_itself and hello.instance == host.instance)
 
     # -- rounds
 

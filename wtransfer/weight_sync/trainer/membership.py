@@ -60,7 +60,7 @@ class Membership:
         self._rounds: dict[str, RoundState] = {}
         self._closing: set[str] = set()
         self._published: dict[str, None] = {}
-        """Fingerprints that a worker has committed, the last ones."""
+        """Fingerprints of committed updates, the last ones."""
 
     # -- asked by rounds and by the publisher
 
@@ -96,6 +96,13 @@ class Membership:
             for name, ranks in groups.items()
             if len(ranks) == ranks[0].hello.num_ranks
         }
+
+    def note_published(self, fingerprint: str) -> None:
+        """Note that workers are ordered to commit an update: whoever holds it is known by it."""
+        with self.changed:
+            self._published[fingerprint] = None
+            while len(self._published) > MAX_PUBLISHED:
+                self._published.pop(next(iter(self._published)))
 
     def place_of(self, worker: Worker) -> tuple[int, int]:
         """Return a place for a joiner's instance that no other has, and the number of places."""
@@ -161,7 +168,10 @@ class Membership:
             info = replace(worker.info, state="lost", since_s=0.0, last_error=str(worker.lost))
             self._lost[worker.name] = _Gone(time.monotonic(), info, worker.has_held)
             while len(self._lost) > MAX_LOST:
-                self._lost.pop(next(iter(self._lost)))
+                # First those that no report counts: a worker may fail and come again for ever.
+                first = next(iter(self._lost))
+                uncounted = (name for name, each in self._lost.items() if not each.has_held)
+                self._lost.pop(next(uncounted, first))
             self._feed(worker, worker.lost, lost=True)
             self.changed.notify_all()
 
@@ -234,11 +244,7 @@ class Membership:
             worker.set_aside = False
             if message.outcome in ("committed", "discarded"):
                 worker.num_failed = 0
-            if message.outcome == "committed":
-                worker.has_held = True
-                self._published[message.fingerprint] = None
-                while len(self._published) > MAX_PUBLISHED:
-                    self._published.pop(next(iter(self._published)))
+            worker.has_held = worker.has_held or message.outcome == "committed"
         self._forget_settled()
 
     def _feed(self, worker: Worker, error: WTransferError, *, lost: bool) -> None:
@@ -260,7 +266,7 @@ def _lost(worker: Worker, error: Exception | None) -> WTransferError:
         reason = f": {error}" if error else ""
         error = PeerLostError(f"worker {worker.name} was lost{reason}")
     error.add_facts(worker=worker.name)
-    if worker.hello.host is not None:
+    if worker.host is not None:
         # The host as the user wrote it: a process id says little to users of URLs.
-        error.message = f"{worker.hello.host}: {error.message}"
+        error.message = f"{worker.host}: {error.message}"
     return error

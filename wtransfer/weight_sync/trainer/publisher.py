@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import functools
 import logging
+import operator
 import os
 import threading
 import time
@@ -251,6 +252,8 @@ class Publisher:
         # A token that was made up here is no host's, and must not be tried on hosts.
         self._endpoints = Endpoints(host_token or known_token, deadline_s, self._membership)
         self._current_hosts = hosts if callable(hosts) else None
+        self._naming: Call | None = None
+        """The last call of `_current_hosts`."""
         self._catch_up = CatchUp(
             self._membership, min_workers, self._resendable, self._begin_resend
         )
@@ -259,7 +262,7 @@ class Publisher:
         try:
             self._catch_up.start()
             self._endpoints.start(self.address, self.token)
-            self.invite(*(hosts() if callable(hosts) else hosts))
+            self.invite(*_listed(hosts() if callable(hosts) else hosts))
         except BaseException:
             self.close()
             raise
@@ -347,13 +350,11 @@ class Publisher:
         timeout_s = checked_timeout(timeout_s)
         self._check_usable()
 
-        def fit() -> int:
-            return sum(map(self._is_fit, self._membership.instances().values()))
+        def are_there() -> bool:
+            return self._num_counted(self._membership.instances()) >= n
 
-        if not self._changed.wait_for(lambda: fit() >= n, timeout_s):
-            with self._lock:
-                found = fit()
-            raise self._too_few(found, n) from self._refusal
+        if not self._changed.wait_for(are_there, timeout_s):
+            raise self._too_few(n) from self._refusal
 
     @property
     def hosts(self) -> dict[str, str | None]:
@@ -400,9 +401,14 @@ class Publisher:
         """
         self._check_usable()
 
+        def removed() -> list[dict[str, Any]]:
+            # In one step: no round that begins now has the host.
+            is_free = self._active is None or self._active.done
+            return [self._endpoints.remove(host)] if is_free else []
+
         def remove() -> None:
-            self._changed.wait_for(lambda: self._active is None or self._active.done)
-            self._endpoints.remove(host)
+            (gone,) = self._changed.wait_for(removed)
+            self._endpoints.leave(gone)
 
         call_apart(remove, "wtransfer-remove")
 
@@ -574,10 +580,17 @@ class Publisher:
     def _is_gating(self, ranks: Sequence[Worker]) -> bool:
         """Return whether rounds wait for an instance: it was named, or it has held a version."""
         hosts = self._endpoints.state.hosts
-        return any(each.hello.host in hosts for each in ranks) or all(w.has_held for w in ranks)
+        return any(each.host in hosts for each in ranks) or all(each.has_held for each in ranks)
 
-    def _is_fit(self, ranks: Sequence[Worker]) -> bool:
-        return self._is_gating(ranks) or not any(each.last_error for each in ranks)
+    def _num_counted(self, instances: Mapping[str, list[Worker]]) -> int:
+        """Return how many instances count for `min_workers`; called under the lock.
+
+        One that has failed before it has held a version would be left out again, except where no
+        other gates.
+        """
+        gating = list(map(self._is_gating, instances.values()))
+        fit = [not any(each.last_error for each in ranks) for ranks in instances.values()]
+        return sum(map(operator.or_, gating, fit)) if any(gating) else len(gating)
 
     def _apply_what_is_left(self) -> None:
         """Have serving engines apply their pending updates: they accept no plan before."""
@@ -585,7 +598,7 @@ class Publisher:
             current = self._current
             if current is None or self._active is not None:
                 return
-            pending = {w.hello.host for w in self._membership.workers() if w.state == "pending"}
+            pending = {w.host for w in self._membership.workers() if w.state == "pending"}
         failed = self._endpoints.apply(current.version, filter(None, pending))
         for error in failed.values():
             # The round will report the consequence for that host.
@@ -645,39 +658,43 @@ class Publisher:
     ) -> Coordinator:
         self._name_current_hosts()
         self._apply_what_is_left()
-        self._keep_ranks_waiting(version)
         called_at = time.monotonic()
+        # Weights that the engine keeps are sent without the trainer's other ranks.
+        have_ranks_begun = instead is not None
 
-        def begun() -> Coordinator | bool:
+        def keep_ranks_waiting() -> None:
+            """Begin the round for the other ranks: they would give up within their deadline."""
+            nonlocal have_ranks_begun
+            have_ranks_begun = True
+            self._learn_ranks()
+            if self._sharded is not None:
+                self._sharded.begin(version)
+
+        def begun() -> Coordinator | Callable[[], None] | None:
             self._check_usable()
             instances = self._turn(attempt, time.monotonic() - called_at)
             if instances is None:
-                return False
+                return None if have_ranks_begun else keep_ranks_waiting
             members = frozenset(w for ranks in instances.values() for w in ranks)
             if self._is_stale(members):
-                return True
+                return self._drop_runner
             return self._new_round(version, instances, instead=instead, dry_run=dry_run)
 
-        while isinstance(round_ := self._changed.wait_for(begun), bool):
-            # Without the lock: an engine may take its time to shut down.
-            self._drop_runner()
-        return round_
+        while not isinstance(step := self._changed.wait_for(begun), Coordinator):
+            # Without the lock: an engine may take its time to shut down, a source to be read.
+            assert step is not None
+            step()
+        return step
 
     def _turn(self, attempt: Attempt, waited_s: float) -> dict[str, list[Worker]] | None:
         """Return the instances of a round that may begin; None: not yet. Called under the lock."""
         rules = self._rules
         if attempt.cancelled is not None:
             raise RoundAbortedError(f"{attempt.method} was cancelled before its round began")
+        self._check_free()
         if (active := self._active) is not None:
-            if not active.is_resend:
-                age = time.monotonic() - self._active_since
-                raise RoundBusyError(
-                    f"round {active.round_id} ({active.version!r}) is under way since "
-                    f"{age:.1f} s; wait for its result() first",
-                    round_id=active.round_id,
-                )
             patience_s = min(JOINER_PATIENCE_S, rules.deadline_s)
-            if not self._may_drop and any(each.hello.host is not None for each in active.members):
+            if not self._may_drop and active.host_by_worker:
                 # A named host that is brought up to date is as good as absent until it is.
                 patience_s = self._return_s()
             if not self._catch_up.gives_way(active, is_patient=waited_s < patience_s):
@@ -695,19 +712,43 @@ class Publisher:
             if not self._may_drop:
                 raise self._hosts_absent(absent)
         instances = self._catch_up.taking_part()
-        if len(instances) < rules.min_workers:
-            raise self._too_few(len(instances), rules.min_workers) from self._refusal
+        if self._num_counted(instances) < rules.min_workers:
+            raise self._too_few(rules.min_workers) from self._refusal
         self._endpoints.state.begin_round()
         return instances
 
-    def _too_few(self, found: int, wanted: int) -> NoWorkersError:
+    def _check_free(self) -> None:
+        """Raise if a round of a caller is under way; called under the lock."""
+        active = self._active
+        if active is not None and not active.is_resend:
+            age = time.monotonic() - self._active_since
+            raise RoundBusyError(
+                f"round {active.round_id} ({active.version!r}) is under way since "
+                f"{age:.1f} s; wait for its result() first",
+                round_id=active.round_id,
+            )
+
+    def _too_few(self, wanted: int) -> NoWorkersError:
         with self._lock:
-            failed = [each for each in self._membership.workers() if each.last_error is not None]
+            workers, instances = self._membership.workers(), self._membership.instances()
+            counted = self._num_counted(instances)
+            is_behind = [not self._is_gating(ranks) for ranks in instances.values()]
+        failed = [each for each in workers if each.last_error is not None]
+        whole = {worker for ranks in instances.values() for worker in ranks}
+        incomplete = {each.hello.instance for each in workers if each not in whole}
+        num_failed = len(instances) - counted
+        details = {
+            "of them failed, and not counted": num_failed,
+            "of them behind": 0 if all(is_behind) else sum(is_behind) - num_failed,
+            "more without all of their ranks": len(incomplete),
+        }
+        said = "".join(f", {number} {what}" for what, number in details.items() if number)
         why = "".join(f"\n  {w.name} has failed: {w.last_error}" for w in failed[:NUM_NAMED])
+        refused = f"\n  the last peer that was refused: {self._refusal}" if self._refusal else ""
         return NoWorkersError(
-            f"{found} workers have joined, {wanted} are needed (ranks of one instance count as "
-            "one); start them with join= the publisher's address, name their hosts (invite()), or "
-            f"wait with wait_for_workers(){self._token_hint}{why}"
+            f"{len(instances)} workers have joined{said}, {wanted} are needed (ranks of one "
+            "instance count as one); start them with join= the publisher's address, name their "
+            f"hosts (invite()), or wait with wait_for_workers(){self._token_hint}{why}{refused}"
         )
 
     def _return_s(self) -> float:
@@ -726,30 +767,33 @@ class Publisher:
 
     def _name_current_hosts(self) -> None:
         """Bring the list up to date, where a function names the hosts; within the deadline."""
+        gone: dict[str, Any] = {}
         if self._current_hosts is not None:
-            named = start_call(self._current_hosts, "wtransfer-hosts")
+            with self._lock:
+                self._check_free()
+                if (named := self._naming) is None or named.done.is_set():
+                    named = self._naming = start_call(self._current_hosts, "wtransfer-hosts")
             if not named.done.wait(self._rules.deadline_s):
+                # Waited for again by the next round, and not called a second time.
                 raise StallError(
                     f"hosts= did not return within {self._rules.deadline_s:g} s",
                     seconds=self._rules.deadline_s,
                 )
-            self._endpoints.replace(named.outcome())
+            if named.error is not None:
+                raise named.error
+            hosts = _listed(named.result)
+            with self._lock:
+                self._naming = None
+                # A round that has begun meanwhile keeps its hosts.
+                self._check_free()
+                gone = self._endpoints.replace(hosts)
         with self._lock:
             self._endpoints.look()
             self._endpoints.state.hurry(time.monotonic())
         self._changed.notify_all()
-
-    def _keep_ranks_waiting(self, version: str) -> None:
-        """Begin the round for the trainer's other ranks now if it is to wait for absent hosts.
-
-        Else those that have called `publish` would give up within their deadline.
-        """
-        with self._lock:
-            if not self._endpoints.look() or self._active is not None:
-                return
-        self._learn_ranks()
-        if self._sharded is not None:
-            self._sharded.begin(version)
+        if gone:
+            # Not waited for: they may be down.
+            start_call(functools.partial(self._endpoints.leave, gone), "wtransfer-leave")
 
     def _new_round(
         self,
@@ -944,6 +988,17 @@ class Publisher:
         check_process(self._pid, "Publisher")
         if self._closed:
             raise ClosedError("this Publisher is closed")
+
+
+def _listed(hosts: Any) -> list[str | WeightSyncClient]:
+    """Return hosts as a list.
+
+    Raises:
+        TypeError: They are a text, whose letters are no hosts, or nothing to go through.
+    """
+    if isinstance(hosts, str) or not hasattr(hosts, "__iter__"):
+        raise TypeError(f"hosts are {hosts!r:.200}, expected a list of URLs and clients")
+    return list(hosts)
 
 
 def _check_version(version: object) -> None:

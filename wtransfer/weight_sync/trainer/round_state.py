@@ -69,6 +69,13 @@ class RankAnswers:
             return "lost" if self.lost else "pending"
         return self.ack.outcome
 
+    @property
+    def why(self) -> WTransferError | None:
+        """Why its worker does not hold the update; in its own words, once it has given an ack."""
+        if self.ack is not None and self.ack.error is not None:
+            return self.ack.error.rebuild(worker=self.worker.name)
+        return self.error
+
 
 @dataclass(eq=False)
 class Instance:
@@ -82,6 +89,11 @@ class Instance:
     settled: bool = False
     """True if its ranks agree, after the commit, on the version that they hold."""
     rolling_back: bool = False
+
+    @property
+    def error(self) -> WTransferError | None:
+        """Why one of its ranks does not hold the update; None: no rank says so."""
+        return next((why for rank in self.ranks if (why := rank.why) is not None), None)
 
 
 class RoundState:
@@ -191,6 +203,11 @@ class RoundState:
     def ranks(self) -> Iterator[RankAnswers]:
         """Yield the ranks that are still in the round."""
         return (rank for instance in self.live() for rank in instance.ranks)
+
+    def undecided(self) -> list[RankAnswers]:
+        """Return the ranks of instances that are not settled, after the commit."""
+        live = (instance for instance in self.live() if not instance.settled)
+        return [rank for instance in live for rank in instance.ranks]
 
     def participant(self, worker: Worker) -> RankAnswers | None:
         """Return a worker's answers; None if the round began without this worker."""

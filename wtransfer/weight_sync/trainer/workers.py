@@ -57,8 +57,11 @@ class Worker:
     """Error of the worker that was logged last."""
     has_held: bool = False
     """True if it has held a version of this publisher since it joined, or when it did."""
+    host: str | None = None
+    """Named host that it is behind, as the publisher last looked; None: it joined by itself."""
 
     def __post_init__(self) -> None:
+        self.host = self.hello.host
         self.holds(self.hello.version, self.hello.fingerprint, self.hello.state)
 
     @property
@@ -85,16 +88,17 @@ class Worker:
             fingerprint=self.fingerprint,
             state=self.state,
             since_s=time.monotonic() - self.since,
-            host=hello.host,
+            host=self.host,
             last_error=self.last_error,
         )
 
     def log_once(self, text: str, error: WTransferError) -> None:
         """Warn of an error that keeps the worker out of rounds, unless the same was said before."""
-        # The text alone: a log handler that keeps records would keep the error's traceback.
-        if str(error) != self.logged:
-            self.logged = str(error)
-            logger.warning("%s: %s", text, self.logged)
+        if error.message != self.logged:
+            # Without its facts, of which the round is another one each time.
+            self.logged = error.message
+            # The text alone: a log handler that keeps records would keep the error's traceback.
+            logger.warning("%s: %s", text, str(error))
 
     def send_frame(self, frame: bytes) -> None:
         """Send an encoded message; the end of the connection reports a lost worker."""
