@@ -330,6 +330,7 @@ class Fleets(RuleBasedStateMachine):
         assert self.removed == self.taken_off
         ranks = Counter(self.host_of(each) for each in whole)
         for name, host in self.state.hosts.items():
+            is_less = ranks[name] < self.here[name]
             self.here[name] = ranks[name]
             self.seen[name] = max(self.seen[name], ranks[name])
             wanted = self.server(name).wanted(name)
@@ -337,7 +338,7 @@ class Fleets(RuleBasedStateMachine):
                 # Nobody has told: as many as there ever were.
                 wanted = max(1, self.seen[name] if host.worker is None else 0)
             is_missing = ranks[name] < wanted
-            self.what_is_missing_is_absent(host, is_missing=is_missing)
+            self.what_is_missing_is_absent(host, is_missing=is_missing, is_less=is_less)
             self.who_is_missing_or_has_not_said_yes_is_asked(host, is_missing=is_missing)
         self.no_worker_counts_for_two()
         self.what_was_removed_takes_no_part()
@@ -349,7 +350,7 @@ class Fleets(RuleBasedStateMachine):
         naming = [name for name in self.state.hosts if self.named.get(name) == worker.instance]
         return naming[0] if naming else None
 
-    def what_is_missing_is_absent(self, host, *, is_missing):
+    def what_is_missing_is_absent(self, host, *, is_missing, is_less):
         assert (host.absent_since is not None) == is_missing
         if not is_missing:
             self.missing_since.pop(host.name, None)
@@ -360,9 +361,10 @@ class Fleets(RuleBasedStateMachine):
         if since is None:
             # Lost since the last look: the next question comes soon.
             since = self.missing_since[host.name] = self.lost_at[host.name] = self.now
-            # What it has answered was answered by a process that may be gone.
             self.said.pop(host.name, None)
-            self.last_answer.pop(host.name, None)
+            if is_less:
+                # Its yes was that of a process that may be gone.
+                self.last_answer.pop(host.name, None)
             self.must_be_due(host.name, self.now + FIRST_PAUSE_S)
         assert (host in self.state.absent()) == (host.name not in self.drained)
         absence = host.absence(self.now, "its process is gone")

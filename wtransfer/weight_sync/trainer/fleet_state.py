@@ -261,7 +261,7 @@ class FleetState:
                 told[hello.host] = max(hello.host_ranks, told.get(hello.host, 0))
         found = Counter(map(self.host_of, whole))
         for host in self.hosts.values():
-            host.joined_ranks = found[host.name]
+            before, host.joined_ranks = host.joined_ranks, found[host.name]
             host.seen_ranks = max(host.seen_ranks, host.joined_ranks)
             seen = host.seen_ranks if host.worker is None else 0
             host.wanted_ranks = told.get(host.name) or host.num_ranks or seen or 1
@@ -270,8 +270,9 @@ class FleetState:
             elif host.absent_since is None:
                 host.absent_since, host.pause_s = now, FIRST_PAUSE_S
                 host.ask_at = now + host.pause_s
-                # Else both would be said of a worker that is gone.
-                host.has_joined, host.error = False, None
+                # Else it would be said of a worker that is gone; and so it is with a yes.
+                host.error = None
+                host.has_joined = host.has_joined and host.joined_ranks >= before
 
     # -- rounds
 
