@@ -84,7 +84,7 @@ def test_restarted_server_is_missed_in_each_round_until_it_is_brought_up_to_date
                 hosts=[server.address, worker.url],
                 token=TOKEN,
                 deadline_s=30,
-                return_s=0.5,
+                return_s=2,
                 on_lost_worker=policy,
             )
         )
@@ -126,6 +126,7 @@ def test_restarted_server_is_missed_in_each_round_until_it_is_brought_up_to_date
             begun = time.monotonic()
             # No round is there to bring it up to date.
             until(lambda: server.weight_info()["fingerprint"] == publisher.fingerprint)
+            until(lambda: {each.version for each in publisher.workers()} == {publisher.version})
             print(f"current {time.monotonic() - begun:.2f} s after its start")  # noqa: T201
             until(lambda num=num_before: len(answers) > num)
         check(publish())

@@ -196,7 +196,7 @@ def test_byte_that_is_spoilt_for_one_keeps_the_new_version_from_all(fleet, monke
 
 def test_one_that_is_killed_halfway_leaves_the_others_as_they_are(fleet):
     url = fleet.vllm.url
-    with fleet.publishing(return_s=0.5) as (publisher, source):
+    with fleet.publishing(return_s=2) as (publisher, source):
         assert fleet.publish(publisher, source, "B", "B-6").raise_unless_ok()
         source.act = fleet.vllm.kill
         with pytest.raises(PeerLostError, match=url):

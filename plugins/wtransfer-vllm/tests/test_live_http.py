@@ -13,7 +13,7 @@ import httpx
 import pytest
 import torch
 import wtransfer
-from engines import PACE_S, PROMPTS, Trainer
+from engines import PACE_S, PROMPTS, Trainer, until
 from server import Server
 from sources import HalfwaySource
 from stream import Stream, events
@@ -182,6 +182,7 @@ def test_drained_server_takes_no_update_until_it_is_invited_by_hand(server, weig
         publisher.wait_for_workers(2)
         assert publisher.publish("a").raise_unless_ok()
         httpx.post(f"{server.url}/shutdown_weight_transfer_engine").raise_for_status()
+        until(lambda: len(publisher.workers()) == 1)
         held.update(weights["B"])
         # The round asks the server, which says why it does not come.
         report = publisher.publish("b").raise_unless_ok()

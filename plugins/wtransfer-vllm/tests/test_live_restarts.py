@@ -27,7 +27,7 @@ from wtransfer.weight_sync.trainer.fleet_state import DROP_PATIENCE_S
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
 TOKEN = secrets.token_hex(32)
-RETURN_S = 0.5
+RETURN_S = 2.0
 """Wait of a round for the server while it is down, under ``"abort"``."""
 CURRENT_S = 60.0
 """Time in which a server that is up again must be up to date: 5 s and a catch-up, of a busy
@@ -121,8 +121,15 @@ class Fleet:
         joined = time.monotonic()
         until(lambda: self.server.label() == label, CURRENT_S)
         ended = time.monotonic()
+        # Else a round might come while the server still answers the call of its catch-up.
+        until(lambda: (self.server.url, label) in held_by_hosts(self.publisher), CURRENT_S)
         assert self.server.tokens(PROMPTS) == self.tokens_of(label)
         return joined - begun, ended - joined
+
+
+def held_by_hosts(publisher):
+    """Return host and version of each worker of a publisher."""
+    return [(each.host, each.version) for each in publisher.workers()]
 
 
 class Load:

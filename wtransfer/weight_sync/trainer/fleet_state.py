@@ -124,6 +124,9 @@ class FleetState:
     One question per host is under way at a time. Whether a host is there is told by its workers'
     connections alone: an answer is a promise.
 
+    A serving engine's client that does not tell how many ranks it leads to is there while as many
+    are as were there at once, until it has answered yes twice to fewer.
+
     Not thread-safe: the callers hold the publisher's lock.
 
     Args:
