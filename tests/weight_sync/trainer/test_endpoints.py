@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import runpy
 import secrets
 import socket
 import struct
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -39,8 +37,6 @@ from wtransfer.weight_sync.trainer.round_handle import Round
 from wtransfer.weight_sync.worker.session import ServingHost
 from wtransfer.weight_sync.worker.target import StateDictTarget
 
-HTTP = Path(__file__).parents[1] / "http"
-HttpWorker = runpy.run_path(str(HTTP / "worker_in_process.py"))["HttpWorker"]
 TOKEN = "the-secret"
 PATIENCE_S = 20.0
 
@@ -48,21 +44,6 @@ PATIENCE_S = 20.0
 @pytest.fixture(autouse=True)
 def token_around(monkeypatch):
     monkeypatch.setenv("WTRANSFER_TOKEN", TOKEN)
-
-
-@pytest.fixture
-def start_worker(weights):
-    workers = []
-
-    def start(**options):
-        tensors = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-        name = options.pop("name", f"w{len(workers)}")
-        workers.append(HttpWorker(tensors, name=name, **{"token": TOKEN, **options}))
-        return workers[-1]
-
-    yield start
-    for each in workers:
-        each.close()
 
 
 @pytest.fixture

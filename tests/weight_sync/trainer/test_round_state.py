@@ -321,9 +321,9 @@ class Rounds(RuleBasedStateMachine):
         def leave_out(worker):
             before, was_live = self.state.live(), self.is_live(worker)
             is_left_out = self.state.leave_out(worker, StallError("late"))
-            # A round that has ended has nobody to go on without.
             assert self.is_live(worker) == (was_live and not is_left_out)
             assert not is_left_out or not (worker.gates or self.state.committing)
+            assert not is_left_out or self.state.ended is None
             assert is_left_out or self.state.live() == before
 
         self.some(data, lambda worker: True, leave_out)

@@ -86,6 +86,9 @@ class Endpoints:
             AddressError: A URL cannot be read.
             LookupError: The host is not on the list.
         """
+        # A client by its name as well, which is what reports and errors say.
+        if isinstance(host, str) and host in self._clients:
+            return self._take_off([host])
         return self._take_off([self._client(host)[0]])
 
     def replace(self, hosts: Iterable[str | WeightSyncClient]) -> dict[str, Any]:
@@ -283,7 +286,8 @@ class Endpoints:
     def _note(self, host: NamedHost, error: WTransferError) -> None:
         with self._changed:
             drained = DRAINED in str(error)
-            is_news = str(error) != str(host.error) and not (drained and host.is_drained)
+            # By its class: its text may say for how long, or how often.
+            is_news = type(error) is not type(host.error) and not (drained and host.is_drained)
             self.state.said_no(host, error, time.monotonic(), drained=drained)
         self._changed.notify_all()
         if is_news and drained:

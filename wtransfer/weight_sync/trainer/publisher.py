@@ -385,8 +385,8 @@ class Publisher:
             ValueError: A host is on the list already, or its URL cannot be read.
             NoWorkersError: A host says that it has joined, and its worker does not come.
             WTransferError: A host cannot be reached, or refuses; `HostsError` where several do.
-                With ``on_lost_worker="drop"`` the error is logged and reported, as long as one host
-                has joined.
+                With ``on_lost_worker="drop"`` either error is logged and reported, as long as one
+                host has joined.
         """
         self._check_usable()
 
@@ -580,10 +580,13 @@ class Publisher:
             refusal = self._refusal
             with self._lock:
                 names = ", ".join(missing())
-            raise NoWorkersError(
+            text = (
                 f"{names} did not join within {self._rules.deadline_s:g} s, though asked to; look "
                 "at the workers' logs" + (f"; the last peer refused: {refusal}" if refusal else "")
-            ) from refusal
+            )
+            if not (self._may_drop and self.hosts):
+                raise NoWorkersError(text) from refusal
+            logger.warning("%s", text)
 
     def _is_gating(self, ranks: Sequence[Worker]) -> bool:
         """Return whether rounds wait for an instance: it was named, or it has held a version."""

@@ -393,7 +393,8 @@ class RoundState:
     def leave_out(self, worker: Worker, error: WTransferError) -> bool:
         """Go on without a worker that holds up the round; return False if the round needs it."""
         instance, rank = self._places[worker]
-        if instance.gates or self.committing or not self._can_go_without(instance):
+        is_over = self.committing or self.ended is not None
+        if instance.gates or is_over or not self._can_go_without(instance):
             return False
         rank.error = rank.error or error
         self._drop(instance, str(error))
