@@ -266,7 +266,8 @@ def _lost(worker: Worker, error: Exception | None) -> WTransferError:
         reason = f": {error}" if error else ""
         error = PeerLostError(f"worker {worker.name} was lost{reason}")
     error.add_facts(worker=worker.name)
-    if worker.host is not None:
+    host = worker.host or worker.hello.host
+    if host is not None:
         # The host as the user wrote it: a process id says little to users of URLs.
-        error.message = f"{worker.host}: {error.message}"
+        error.message = f"{host}: {error.message}"
     return error
