@@ -188,7 +188,9 @@ def test_round_waits_for_a_host_that_restarts_and_brings_it_along(
         assert stays.session.version == restarted.session.version == "v2"
 
 
-def test_host_that_is_lost_between_its_ack_and_the_report_is_not_ok(host, weights):
+def test_host_that_is_lost_between_its_ack_and_the_report_is_not_ok(host, weights, until):
+    made = []
+
     class Serving(Host):
         """A serving engine, whose worker commits when the server is called."""
 
@@ -201,10 +203,12 @@ def test_host_that_is_lost_between_its_ack_and_the_report_is_not_ok(host, weight
         def finish_weight_update(self, _version):
             assert self.session.commit_pending(5)
             self.stop(PeerLostError("it restarts"))
+            until(lambda: len(made[0].workers()) == 1)
 
     stays, lost = host("a"), Serving("b", weights)
     lost.steps = False
     with Publisher(weights, hosts=[stays, lost]) as publisher:
+        made.append(publisher)
         report = publisher.publish("v1")
         # It may be back by now, on the weights that it starts with.
         (row,) = [each for each in report.workers if each.host == "b"]
@@ -490,6 +494,7 @@ def test_worker_of_a_host_that_this_publisher_has_not_named_is_one_that_joined_b
     until(lambda: len(made.publisher.workers()) == 2)
     assert made.publish("v2").ok
     made.leave(invited)
+    until(lambda: len(made.publisher.workers()) == 1)
     report = made.publish("v3")
     assert report.ok
     assert {each.worker: each.outcome for each in report.workers} == {
