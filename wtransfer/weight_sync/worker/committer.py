@@ -312,6 +312,8 @@ class Committer:
             if self.weight_state.closed:
                 return
             pending = self.weight_state.close()
+            # A model that nothing else refers to is collected now, and its name forgotten.
+            self._vouched_as = None
             self._forget_weights()
             self.joined.close()
         if pending is not None:
