@@ -141,7 +141,7 @@ def test_fleet_is_asked_while_one_worker_is_behind_killed_and_started_again(oper
     assert operator.push("v3", *operator.to())[0] == 1
     assert operator.status(*operator.to()) == (UNREACHABLE, held)
     code, told = operator.push("v3", "--on-lost-worker", "drop", *operator.to())
-    assert (code, [*told["problems"]]) == (1, [operator.url["w1"]])
+    assert (code, [*told["problems"]]) == (3, [operator.url["w1"]])
     held = dict.fromkeys(("w0", "w2"), ("v3", "serving"))
     assert operator.status(*operator.to()) == (UNREACHABLE, held)
 
