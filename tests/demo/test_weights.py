@@ -59,6 +59,11 @@ class LogWriter:
             )
             for worker in workers
         ]
+        receipts += [  # as every report of a round without the killed one says
+            WorkerReport(worker, worker, 0, "gone", old, "")
+            for worker in BOTH
+            if worker not in workers
+        ]
         seconds = {"total": 0.0125}
         report = Report(version, fingerprint, "id", 10_000_000, tuple(receipts), seconds, 0.003)
         self.round(number, report=report)

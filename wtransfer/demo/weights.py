@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from wtransfer.demo import worker
     from wtransfer.testing.mini_engine.channel import Channel
-    from wtransfer.weight_sync.report import Report
+    from wtransfer.weight_sync.report import Report, WorkerReport
 
 WORKERS = ("worker-0", "worker-1")
 SURVIVOR, VICTIM = WORKERS
@@ -72,6 +72,12 @@ class Round:
     def outcome(self) -> str:
         """``committed``, ``mixed`` or ``aborted``."""
         return self.report.outcome if self.report else "aborted"
+
+    @property
+    def receipts(self) -> list[WorkerReport]:
+        """Rows of the workers of the round; the killed one is ``gone`` until it is back."""
+        rows = self.report.workers if self.report else ()
+        return [each for each in rows if each.outcome != "gone"]
 
 
 class Hold(NamedTuple):
@@ -146,7 +152,7 @@ class RunLog:
         """Return whether every worker that committed a round has digested its live model since."""
         return all(
             any(trace.proves(over.version) for trace in self.traces.get(receipt.worker, []))
-            for receipt in (over.report.workers if over.report else ())
+            for receipt in over.receipts
             if receipt.outcome == "committed"
         )
 
@@ -155,7 +161,7 @@ def row_of(log: RunLog, over: Round) -> dict[str, Any]:
     """Return a round in numbers."""
     report = over.report
     commits = [c for t in log.all_traces() for c in t.commits if c.version == over.version]
-    receipts = report.workers if report else ()
+    receipts = over.receipts
     live_digests = [
         {p.digest for t in log.traces[each.worker] for p in t.proofs if p.version == over.version}
         for each in receipts
@@ -197,8 +203,8 @@ def judge(log: RunLog) -> list[Check]:
     hold, last = log.hold, log.last_committed
     old_version = hold.version if hold else None
 
-    reports = [over.report for over in log.rounds if over.report and over.report.workers]
-    receipts = [(receipt, report) for report in reports for receipt in report.workers]
+    reports = [over.report for over in log.rounds if over.report and over.receipts]
+    receipts = [(each, over.report) for over in log.rounds if over.report for each in over.receipts]
     wrong_receipts = [
         f"{receipt.worker} in {report.version}"
         for receipt, report in receipts
