@@ -95,6 +95,9 @@ class TrainerPuppet(flow_stage.Puppet):
     def wait(self, n, within_s=20.0):
         self.publisher.wait_for_workers(n, within_s)
 
+    def invite(self, hosts):
+        self.publisher.invite(*hosts)
+
     def publish(self, number):
         """Publish a version from this process's main thread, and wait for its end."""
         self.model.fill(number)
@@ -163,6 +166,7 @@ class TrainerPuppet(flow_stage.Puppet):
             "seconds": report.seconds,
             "workers": {
                 each.worker: {
+                    "host": each.host,
                     "outcome": each.outcome,
                     "version": each.version,
                     "fingerprint": each.fingerprint,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -46,6 +47,7 @@ class WorkerPuppet(flow_stage.Puppet):
         auto=True,
         pace_s=0.0,
         protocol_step=0,
+        listen=None,
         **options,
     ):
         super().__init__(address, witness_path, pace_s)
@@ -62,7 +64,13 @@ class WorkerPuppet(flow_stage.Puppet):
         self.witness.note("init")
         self.session = WorkerSession(self.target, **options)
         self._watch_commits(self.session._committer.weight_state)
-        self.session.join(join)
+        if listen is None:
+            self.server = contextlib.nullcontext()
+            self.session.join(join)
+        else:  # it is named, and waits to be invited
+            from wtransfer.weight_sync.http.server import WorkerServer
+
+            self.server = WorkerServer(self.session, listen=listen, token=options["token"])
 
     def _watch_commits(self, state):
         """Enter the phase "vote" when the commit has been ordered, before anything follows."""
@@ -146,7 +154,8 @@ class WorkerPuppet(flow_stage.Puppet):
         return flow_stage.linger()
 
     def close(self):
-        self.session.close()
+        with self.server:
+            self.session.close()
 
 
 def main(*args, **options):

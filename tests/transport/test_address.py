@@ -7,6 +7,8 @@ import inspect
 import os
 import socket
 import stat
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -127,15 +129,16 @@ signal.pause()
 """
 
 
-def test_busy_address_of_another_process_is_told_as_such(run_program, until):
+def test_busy_address_of_another_process_is_told_as_such():
     """Also where this process has listened there before."""
     closed = ListeningSocket(random_address())
     closed.socket.close()
-    address = closed.address
-    program = run_program(LISTENS, address)
-    until(program.out)
-    with pytest.raises(AddressInUseError, match="another process listens") as caught:
-        ListeningSocket(address)
+    command = [sys.executable, "-c", LISTENS, closed.address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as listens:
+        assert listens.stdout.readline()
+        with pytest.raises(AddressInUseError, match="another process listens") as caught:
+            ListeningSocket(closed.address)
+        listens.kill()
     assert caught.value.made_at is None
 
 

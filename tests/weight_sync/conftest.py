@@ -130,9 +130,12 @@ class Mail:
             "on_close": lambda _connection, error: self.closed.put(error),
         }
 
-    def expect(self, cls):
-        """Return the next message that wants an answer, or is one; it must be of this class."""
-        while isinstance(message := self.messages.get(timeout=PATIENCE_S), Progress):
+    def expect(self, cls, *, past=()):
+        """Return the next message that wants an answer, or is one; it must be of this class.
+
+        Messages of the classes `past` may come before it.
+        """
+        while isinstance(message := self.messages.get(timeout=PATIENCE_S), (Progress, *past)):
             pass
         assert type(message) is cls, message
         return message

@@ -12,6 +12,7 @@ from wtransfer.errors import DigestMismatchError, LimitError
 from wtransfer.manifest import MAX_NAME_NBYTES
 from wtransfer.testing.contents import contents
 from wtransfer.testing.faults import Fault
+from wtransfer.weight_sync.trainer import coordinator
 
 PATIENCE_S = 60.0
 
@@ -70,6 +71,36 @@ def test_joiner_that_takes_part_and_never_commits_holds_up_no_round(fleet, weigh
     made.members.append(lazy)
     report = made.publish("v3")
     assert {each.outcome for each in report.workers} == {"committed"}
+
+
+@pytest.mark.usefixtures("libuv")
+def test_the_rank_that_is_late_is_the_one_that_is_named(fleet, weights, monkeypatch):
+    # Else the other rank may be late as well, on a busy machine.
+    monkeypatch.setattr(coordinator, "JOINER_PATIENCE_S", 5.0)
+    made = fleet(weights, engine="gloo", deadline_s=15.0)
+    for rank in range(2):
+        made.join(instance="good", rank=rank, num_ranks=2)
+    assert made.publish("v1").ok
+    made.join(name="prompt", instance="pair", rank=0, num_ranks=2)
+    lazy = made.join(name="lazy", instance="pair", rank=1, num_ranks=2)
+    made.members.remove(lazy)
+    weights["layer.0"] += 1
+    rows = {each.worker: each for each in made.publish("v2").workers}
+    made.members.append(lazy)
+    assert (rows["lazy"].outcome, rows["lazy"].error.worker) == ("behind", "lazy")
+
+
+def test_worker_logs_once_why_it_refuses_every_update(fleet, weights, caplog):
+    made = fleet(weights, engine="shm", deadline_s=20.0)
+    made.join(name="good")
+    assert made.publish("v1").ok
+    made.join({"another": torch.zeros(1)}, name="misfit")
+    for version in ("v2", "v3", "v4"):
+        weights["layer.0"] += 1
+        rows = {each.worker: each.outcome for each in made.publish(version).workers}
+        assert rows == {"good": "committed", "misfit": "behind"}
+    refusals = [each for each in caplog.messages if "misfit refuses an update" in each]
+    assert len(refusals) == 1
 
 
 def test_joiner_that_has_not_committed_by_the_end_of_its_round_takes_no_part_in_the_next(

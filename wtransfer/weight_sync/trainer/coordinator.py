@@ -591,6 +591,10 @@ class Coordinator:
             is_left_alone = self._is_left_alone()
             if self._is_beyond_patience(late_since):
                 reason = f"its instance was more than {JOINER_PATIENCE_S:g} s behind the others"
+                for rank in self.state.undecided():
+                    # Before the rollback, which every rank answers.
+                    if rank.ack is None:
+                        rank.error = rank.error or _late(rank.worker, "the commit")
         if is_left_alone:
             reason = "the host failed in the call that lets its ranks commit"
             # An ack may be under way on another connection than the host's answer.
@@ -885,7 +889,9 @@ class Coordinator:
             is_held = self.dry_run or all(each.outcome == "committed" for each in instance.ranks)
             if instance.gates or (is_held and not instance.dropped):
                 continue
-            error = instance.error or _late(instance.ranks[0].worker, "the commit")
+            errors = [instance.error, *(rank.error for rank in instance.ranks)]
+            late = _late(instance.ranks[0].worker, "the commit")
+            error = next((each for each in errors if each is not None), late)
             for rank in instance.ranks:
                 rank.error = rank.error or error
                 rank.worker.last_error = error.message

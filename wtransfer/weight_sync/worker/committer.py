@@ -391,10 +391,12 @@ class Committer:
         return ["keeps no previous version: a failed commit empties it"]
 
     def note_error(self, error: WTransferError) -> None:
-        """Note, and log, why an update was refused here."""
-        # A copy without traceback, also for the log: frames that still run hold worker and model.
-        self.last_error = ErrorInfo.of(error).rebuild()
-        logger.warning("%s refuses an update: %s", self.name, self.last_error)
+        """Note why an update was refused here, and log it unless the last one was for the same."""
+        known, self.last_error = self.last_error, ErrorInfo.of(error).rebuild()
+        # Without its facts, of which the round is another one each time.
+        if known is None or known.message != error.message:
+            # The copy, without traceback: frames that still run hold worker and model.
+            logger.warning("%s refuses an update: %s", self.name, self.last_error)
 
     def notify_aborted(self, pending: Pending[StagedUpdate], error: WTransferError) -> None:
         """Notify that the model does not have an update whose commit was ordered."""
