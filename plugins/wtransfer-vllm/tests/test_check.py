@@ -355,6 +355,7 @@ def test_results_are_those_of_the_table(tmp_path, name):
         assert found["update"][0] == "right"
         assert [row["name"] for row in document["rows"]] == ROWS
         assert document["model_class"] == architectures.CASES[name][1]
+        assert "named" in document["places"].values()
         facts = {document["experts"], document["quantisation"]} - {None}
         assert facts < set(shown["kind"])
 

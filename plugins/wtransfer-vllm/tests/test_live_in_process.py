@@ -355,7 +355,9 @@ def test_float32_masters_are_taken_where_the_environment_allows_it(
         engine.close()
 
 
-def test_kv_of_a_connector_is_not_served_under_other_weights(models, tmp_path, weights, fresh):
+def test_engine_whose_kv_other_engines_read_by_tokens_takes_no_update(
+    models, tmp_path, weights, fresh
+):
     engine = Engine(
         tmp_path,
         model=str(models / "A"),
@@ -370,10 +372,10 @@ def test_kv_of_a_connector_is_not_served_under_other_weights(models, tmp_path, w
         assert engine.tokens(PROMPTS) == fresh["A"]
         assert list((tmp_path / "kv").iterdir()), "the connector has stored nothing"
         with wtransfer.Publisher(weights["B"], deadline_s=10) as publisher:
-            engine.invite(publisher)
-            publisher.wait_for_workers(1, timeout_s=20)
-            publish(publisher, engine, "b")
-            assert engine.tokens(PROMPTS) == fresh["B"]
+            with pytest.raises(HostError, match="other engines read its store"):
+                engine.invite(publisher)
+            assert publisher.workers() == []
+        assert engine.tokens(PROMPTS) == fresh["A"]
     finally:
         engine.close()
 

@@ -79,7 +79,7 @@ NUM_REPEATS = 3
 MARGIN = 2.0
 """Tolerance, relative to the difference between an engine's own answers to the same prompts."""
 EXIT_CODES = {"right": 0, "WRONG": 1, "not checked": 2, "refused": 3}
-FACTS = ("model_class", "quantisation", "dtype", "kv_cache", "vllm", "transformers")
+FACTS = ("model_class", "quantisation", "dtype", "kv_cache", "places", "vllm", "transformers")
 """Facts of the engines, found where they run, that the document has."""
 
 
@@ -463,6 +463,7 @@ def _shown(document: dict[str, Any]) -> str:
     lines = [
         f"{', '.join(what)}; vLLM {document['vllm']}, backend {document['backend']}; {models}",
         "; ".join(filter(None, kinds)),
+        *(f"at a commit: {place}: {effect}" for place, effect in document["places"].items()),
         f"log probabilities are equal within {within}",
     ]
     for row in document["rows"]:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from wtransfer.errors import WTransferError
 
 from wtransfer_vllm.clients import EngineClient
+from wtransfer_vllm.places import rows_of
 from wtransfer_vllm.twins import CheckError
 
 if TYPE_CHECKING:
@@ -183,6 +184,9 @@ class CheckedEngine:
             "model_class": (config.architectures or ["unknown"])[0],
             "quantisation": _quantisation(config),
             "kv_cache": self._kv_cache(),
+            "places": {
+                row.place: row.at_commit for row in rows_of(self._llm.llm_engine.vllm_config)
+            },
             "dtype": str(config.dtype).removeprefix("torch."),
             "vllm": vllm.__version__,
             "transformers": transformers.__version__,

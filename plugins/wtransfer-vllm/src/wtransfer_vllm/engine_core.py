@@ -26,6 +26,7 @@ from wtransfer_vllm.caches import forget_kv, tell_connector
 from wtransfer_vllm.in_flight import TAG, is_mixed, keeps_in_flight
 from wtransfer_vllm.messages import Outcome, addressed, is_foreign, member_of, read_invitation
 from wtransfer_vllm.names import has_our_connector, is_ours
+from wtransfer_vllm.places import check_places
 from wtransfer_vllm.spans import tag_of, tag_of_batch
 
 if TYPE_CHECKING:
@@ -199,6 +200,7 @@ class Watch:
             init_info = args[0] if args else (kwargs or {}).get("init_info")
             self._check_drained(init_info)
             # What is not known or cannot be done is refused before it is needed.
+            check_places(self._core.vllm_config)
             _ends_when_empty()
             keeps = keeps_in_flight(self._core)
             may_commit = self._commits_anytime and not self._asleep

@@ -1,0 +1,247 @@
+"""The table of places beside vLLM itself: what is new there has no row, and is refused."""
+
+import ast
+import copy
+import dataclasses
+import json
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: tests/make_env.py ENV")
+
+from wtransfer_vllm import places
+from wtransfer_vllm.names import remember, vllm_names
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # those of what vLLM imports
+    import vllm
+    from vllm.config import EngramConfig, KVTransferConfig, VllmConfig
+    from vllm.config.aux_output import AuxOutputConfig
+    from vllm.config.ec_transfer import ECTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # of what vLLM imports
+    pytest.mark.skipif(
+        not vllm.__version__.startswith("0.32."), reason="the table is that of vLLM 0.32"
+    ),
+]
+SOURCES = Path(vllm.__file__).parent
+NAMES = Path(__file__).with_name("places.json")
+CLASSES = {
+    "Scheduler": "v1/core/sched/scheduler.py",
+    "Request": "v1/request.py",
+    "EngineCore": "v1/engine/core.py",
+    "GPUModelRunner": "v1/worker/gpu_model_runner.py",
+    "InputBatch": "v1/worker/gpu_input_batch.py",
+    "CachedRequestState": "v1/worker/gpu_input_batch.py",
+    "SchedulerOutput": "v1/core/sched/output.py",
+    "RequestState": "v1/engine/output_processor.py",
+}
+"""Classes of which each attribute was looked at: file."""
+CONFIGS = ("VllmConfig", "KVTransferConfig", "ECTransferConfig", "ParallelConfig", "OffloadConfig")
+CONFIGS += ("EngramConfig", "AuxOutputConfig", "EncoderCacheManagerConfig", "CacheConfig")
+
+
+def attributes(name, file):
+    """Return the attributes of a class: its fields, and what its methods set on themselves."""
+    tree = ast.parse((SOURCES / file).read_text())
+    (cls,) = (n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == name)
+    found = {n.target.id for n in cls.body if isinstance(n, ast.AnnAssign)}
+    for node in ast.walk(cls):
+        is_own = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if is_own and isinstance(node.value, ast.Name) and node.value.id == "self":
+            found.add(node.attr)
+    return sorted(found)
+
+
+def classes_that(holds):
+    """Return the names of the classes in vLLM's models and layers of which a condition holds."""
+    found = set()
+    for file in sorted(SOURCES.glob("model_executor/**/*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef) and holds(node):
+                found.add(node.name)
+    return sorted(found)
+
+
+def is_pooler(cls):
+    return any("Pooler" in ast.unparse(base) for base in cls.bases)
+
+
+def has_secondary_weights(cls):
+    return any(
+        isinstance(n, ast.Attribute) and n.attr == "secondary_weights" for n in ast.walk(cls)
+    )
+
+
+def found_in_vllm():
+    """Return every name of vLLM's that may stand for a place."""
+    configs = {name: getattr(vllm.config, name, None) for name in CONFIGS}
+    configs |= {each.__name__: each for each in (AuxOutputConfig, ECTransferConfig)}
+    ours = set(vllm_names("engines").values())
+    return {
+        "attributes": {name: attributes(name, file) for name, file in CLASSES.items()},
+        "fields": {
+            name: sorted(field.name for field in dataclasses.fields(config))
+            for name, config in configs.items()
+            if config is not None
+        },
+        "loaders": sorted(_LOAD_FORMAT_TO_MODEL_LOADER),
+        "lower tiers": sorted(SecondaryTierFactory._registry),
+        "poolers": classes_that(is_pooler),
+        "secondary weights": classes_that(has_secondary_weights),
+        "weight engines": sorted(set(WeightTransferEngineFactory._registry) - ours),
+    }
+
+
+def test_every_connector_and_spec_of_vllm_has_a_row():
+    ours = set(vllm_names("connectors").values())
+    assert set(KVConnectorFactory._registry) - ours == {
+        *places.CONNECTORS,
+        *("MultiConnector", "OffloadingConnector"),
+    }
+    assert set(OffloadingSpecFactory._registry) - set(vllm_names("specs").values()) == set(
+        places.SPECS
+    )
+
+
+def test_nothing_in_vllm_is_new_since_the_table_was_made():
+    found = found_in_vllm()
+    if os.environ.get("WTRANSFER_PLACES"):
+        NAMES.write_text(json.dumps(found, indent=1) + "\n")
+    known = json.loads(NAMES.read_text())
+    assert found == known, (
+        "look at each name that is new: what of it was computed from weights, and what does a "
+        "commit make of it? Enter a row in wtransfer_vllm/places.py, or none; then write the names "
+        "with WTRANSFER_PLACES=1"
+    )
+
+
+@pytest.fixture(scope="module")
+def configured():
+    """Make a configuration with fields set afterwards: vLLM would load the classes that they name.
+
+    Sections are given by name, with the fields to be set in them.
+    """
+
+    def make(**fields):
+        config = copy.deepcopy(default)
+        for name, value in fields.items():
+            if isinstance(value, dict):
+                vars(getattr(config, name)).update(value)
+            else:
+                setattr(config, name, value)
+        return config
+
+    default = VllmConfig()
+    return make
+
+
+@pytest.fixture
+def refusal(configured):
+    def refusal(**fields):
+        with pytest.raises(ValueError, match="takes no update") as caught:
+            places.check_places(configured(**fields))
+        return str(caught.value)
+
+    return refusal
+
+
+def kv(connector, **options):
+    return KVTransferConfig(
+        kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=options
+    )
+
+
+def test_each_option_of_the_table_is_a_field_of_vllms_configuration(configured):
+    config = configured(engram_config=EngramConfig())
+    for path in places.OPTIONS:
+        value = config
+        for name in path.split("."):
+            assert hasattr(value, name), path
+            value = getattr(value, name)
+
+
+def test_encoder_outputs_outside_of_the_engine_are_refused(refusal):
+    ec = ECTransferConfig(ec_connector="ECExampleConnector", ec_role="ec_both")
+    assert "start it without --ec-transfer-config: encoder outputs" in refusal(
+        ec_transfer_config=ec
+    )
+
+
+@pytest.mark.parametrize(
+    "connector",
+    ["ExampleConnector", "MooncakeStoreConnector", "LMCacheConnectorV1", "somebody's"],
+)
+def test_store_that_other_engines_read_is_refused_also_under_multi_connector(refusal, connector):
+    text = refusal(kv_transfer_config=kv(connector))
+    assert f'"kv_connector": "{connector}"' in text
+    parts = [{"kv_connector": "OffloadingConnector"}, {"kv_connector": connector}]
+    assert refusal(kv_transfer_config=kv("MultiConnector", connectors=parts)) == text
+
+
+def test_lower_tiers_are_refused_and_memory_of_the_engine_is_not(configured, refusal):
+    tiers = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs"}]}
+    assert "vLLM does not empty the lower tiers" in refusal(
+        kv_transfer_config=kv("OffloadingConnector", **tiers)
+    )
+    assert "is not known" in refusal(
+        kv_transfer_config=kv("OffloadingConnector", spec_name="Mine", spec_module_path="mine")
+    )
+    remember("connectors", "Ours", "Ours")
+    for connector, options, at_commit in (
+        ("OffloadingConnector", {}, "reset"),
+        ("OffloadingConnector", {"spec_name": "TieringOffloadingSpec"}, "reset"),
+        ("SimpleCPUOffloadConnector", {}, "reset"),
+        ("NixlConnector", {}, "by request"),
+        ("Ours", {}, "named"),
+    ):
+        config = configured(kv_transfer_config=kv(connector, **options))
+        places.check_places(config)
+        assert places.rows_of(config)[-1].at_commit == at_commit
+
+
+def test_class_by_module_path_is_unknown_whatever_its_name(refusal):
+    transfer = kv("OffloadingConnector")
+    transfer.kv_connector_module_path = "somebody.elses"
+    assert "whether it forgets, is not known" in refusal(kv_transfer_config=transfer)
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "option"),
+    [
+        ("parallel_config", "enable_eplb", True, "--enable-eplb"),
+        ("parallel_config", "enable_elastic_ep", True, "--enable-elastic-ep"),
+        ("scheduler_config", "scheduler_cls", "mine.Scheduler", "--scheduler-cls"),
+        ("ec_manager_config", "encoder_cache_manager_cls", "mine.Manager", "--ec-manager-config"),
+        (
+            *("aux_output_config", "enable_return_routed_experts"),
+            *(True, "--enable-return-routed-experts"),
+        ),
+    ],
+)
+def test_each_refused_option_is_named(refusal, section, field, value, option):
+    assert f"start it without {option}: " in refusal(**{section: {field: value}})
+
+
+def test_every_refused_place_is_named_at_once(configured):
+    config = configured(parallel_config={"enable_eplb": True})
+    config.offload_config.prefetch.offload_group_size = 8
+    config.engram_config = EngramConfig(dp_shared_memory=True)
+    with pytest.raises(ValueError, match="takes no update") as caught:
+        places.check_places(config)
+    for option in ("--enable-eplb", "--offload-group-size", "--engram-config"):
+        assert f"start it without {option}" in str(caught.value)
+
+
+def test_scheduler_of_vllms_own_is_known(configured):
+    ours = "vllm.v1.core.sched.scheduler.Scheduler"
+    places.check_places(configured(scheduler_config={"scheduler_cls": ours}))
