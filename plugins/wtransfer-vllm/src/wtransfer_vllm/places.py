@@ -184,14 +184,14 @@ def _connectors(transfer: Mapping[str, Any]) -> Iterator[Row]:
         for each in options.get("connectors", ()):
             yield from _connectors(each)
         return
-    argument = f'--kv-transfer-config \'{{"kv_connector": "{name}"}}\''
+    place = f"{name} in --kv-transfer-config"
     if is_foreign:
-        yield Row(argument, *UNKNOWN)
+        yield Row(place, *UNKNOWN)
     elif is_ours("connectors", name):
-        yield Row(argument, "named", "KV is named by its weights")
+        yield Row(place, "named", "KV is named by its weights")
     elif name == "OffloadingConnector":
         spec = options.get("spec_name", "CPUOffloadingSpec")
         row = LOWER_TIERS if options.get("secondary_tiers") else SPECS.get(spec, UNKNOWN)
-        yield Row(argument, *row)
+        yield Row(place, *row)
     else:
-        yield Row(argument, *CONNECTORS.get(name, UNKNOWN))
+        yield Row(place, *CONNECTORS.get(name, UNKNOWN))
