@@ -68,25 +68,26 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
-INT8 = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "quantization_status": "compressed",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
-            "input_activations": {
-                "num_bits": 8,
-                "type": "int",
-                "strategy": "token",
-                "symmetric": True,
-                "dynamic": True,
-            },
-        }
-    },
-}
+
+
+def int8(**activations):
+    """Return a configuration of W8A8 int8 as llm-compressor writes it."""
+    common = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": common | {"strategy": "channel"},
+        "input_activations": common | activations,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+
+
+STATIC = {"strategy": "tensor", "dynamic": False}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 CASES = {
     "Llama": ("llama", "LlamaForCausalLM", {}),
@@ -145,7 +146,18 @@ CASES = {
     "Llama, W8A8 int8 (compressed-tensors)": (
         "llama",
         "LlamaForCausalLM",
-        {"quantization_config": INT8},
+        {"quantization_config": int8(strategy="token", dynamic=True)},
+    ),
+    # Widths for which vLLM's only kernel is oneDNN, whatever the CPU.
+    "Llama, W8A8 int8, static": (
+        "llama",
+        "LlamaForCausalLM",
+        {"hidden_size": 516, "quantization_config": int8(**STATIC)},
+    ),
+    "Llama, W8A8 int8, static, asymmetric": (
+        "llama",
+        "LlamaForCausalLM",
+        {"hidden_size": 516, "quantization_config": int8(**STATIC, symmetric=False)},
     ),
     "Llama, int8 by vLLM": ("llama", "LlamaForCausalLM", {}),
     "Qwen3-MoE, int8 by vLLM": ("qwen3_moe", "Qwen3MoeForCausalLM", MOE),
@@ -233,8 +245,11 @@ def results_of(document):
 
 
 def _first(reason):
-    """Return a reason without its list, but for the first of it; None: there is none."""
-    lines = (reason or "").splitlines()
+    """Return a reason without its list, but for the first of it; None: there is none.
+
+    Nor does it name the folder of the twin.
+    """
+    lines = re.sub(r"^'/\S+': ", "", reason or "").splitlines()
     number = 2 if lines and lines[0].endswith(":") else 1
     return " ".join(line.strip() for line in lines[:number]) or None
 

@@ -332,3 +332,73 @@ def test_scales_that_a_kernel_points_to_are_kept_with_it(monkeypatch):
     assert scales is not None
     assert scales.unique().tolist() == [2.0]
     assert ops.create_onednn_scaled_mm is create
+
+
+class Handler(Doubling):
+    """Packs the weight away, as a kernel of CPUs does that is made for torch's default dtype."""
+
+    def process_weights_after_loading(self, layer):
+        self.made_in = (
+            torch.get_default_dtype(),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+        )
+        self.packed = 2 * layer.weight.detach()
+        layer.weight = None
+
+    def apply(self, layer, rows):
+        return rows @ self.packed
+
+
+class Forgetful(Handler):
+    """Packs what came first, whatever comes later."""
+
+    def process_weights_after_loading(self, layer):
+        packed = vars(self).get("packed")
+        super().process_weights_after_loading(layer)
+        self.packed = self.packed if packed is None else packed + 1
+
+
+def packed_model(method, **attributes):
+    model = Model(one=Linear(method))
+    vars(model.one).update({"input_size": 4, "params_dtype": torch.float32} | attributes)
+    first = {"one.weight": torch.ones(4, 4)}
+    return model.load_first(first), first
+
+
+def test_kernels_are_made_as_at_the_first_load():
+    model, first = packed_model(Handler())
+    config = types.SimpleNamespace(
+        model_config=types.SimpleNamespace(dtype=torch.bfloat16, quantization=None)
+    )
+    before = torch.get_default_dtype()
+    with torch.inference_mode():
+        reload(model, config, first.items())
+    assert model.one.quant_method.made_in == (torch.bfloat16, False, False)
+    assert torch.get_default_dtype() == before
+
+
+def test_weight_that_is_in_no_tensor_is_proven_by_the_layers_output():
+    model, first = packed_model(Handler())
+    prove(model, CONFIG, first.items())
+    assert (model.one.weight, model.one.quant_method.packed.unique().tolist()) == (None, [2.0])
+    reload(model, CONFIG, {"one.weight": torch.full((4, 4), 3.0)}.items())
+    assert (model.one.weight, model.one.quant_method.packed.unique().tolist()) == (None, [6.0])
+    model, first = packed_model(Forgetful())
+    with pytest.raises(ReloadError, match=r"parameter 'weight': packed .* it gives other answers"):
+        prove(model, CONFIG, first.items())
+    assert (model.one.weight, model.one.quant_method.packed.unique().tolist()) == (None, [2.0])
+
+
+def test_weight_that_is_in_no_tensor_and_cannot_be_compared_refuses():
+    model, first = packed_model(Handler(), input_size=None)
+    with pytest.raises(ReloadError, match="in none of its tensors, and cannot be compared"):
+        prove(model, CONFIG, first.items())
+    assert (model.one.weight, model.one.quant_method.packed.unique().tolist()) == (None, [2.0])
+
+
+def test_parameter_that_is_none_is_there_after_a_reload_that_fails():
+    model, _ = packed_model(Handler())
+    with pytest.raises(ReloadError, match="received no elements"):
+        reload(model, CONFIG, ())
+    assert (model.one.weight, model.one.quant_method.packed.unique().tolist()) == (None, [2.0])

@@ -12,6 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: tests/make_env.py ENV
 
 from wtransfer.errors import SourceError
 
+from wtransfer_vllm.reload import ReloadError
 from wtransfer_vllm.target import VllmTarget
 
 with warnings.catch_warnings():
@@ -168,3 +169,20 @@ def test_layer_under_two_names_does_not_tie_the_head(tmp_path):
     ones = {"embed_tokens.weight": torch.ones(2, 2), "layer.weight": torch.ones(1, 1)}
     checkpoint = ones | {"lm_head.weight": torch.ones(2, 2)}
     assert make_target(Routed(), tmp_path, checkpoint).schema().keys() == checkpoint.keys()
+
+
+class Finished(Model):
+    """vLLM finishes it once it is loaded, and not once it is reloaded."""
+
+    def process_weights_after_loading(self):
+        self.made = self.layer.weight.sum()
+
+
+def test_model_that_vllm_finishes_after_the_first_load_takes_no_update(tmp_path):
+    model = Finished()
+    record_metadata_for_reloading(model)
+    target = make_target(model, tmp_path, CHECKPOINT)
+    for _ in range(2):
+        with pytest.raises(ReloadError, match=r"Finished takes no update: .* the first load only"):
+            target.prove()
+    assert not target.proven

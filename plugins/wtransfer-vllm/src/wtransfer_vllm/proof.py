@@ -31,8 +31,8 @@ def prove(
 
     vLLM's own code runs, up to and with its copy into the kernels' tensors. The copy goes, layer by
     layer, into stand-ins with every bit inverted, which must then equal the kernels' tensors. A
-    layer whose parameter is emptied once its weight is packed (on CPUs) is compared by its output.
-    The model is not written to, and serves the same before and after.
+    layer that has no parameter any more once its weight is packed (on CPUs) is compared by its
+    output. The model is not written to, and serves the same before and after.
 
     Weights kept in other state are not seen: `wtransfer_vllm.check` compares tokens.
 
@@ -112,6 +112,7 @@ class _Proof(Reload):
         self, process: Callable[..., None], layer: nn.Module, info: Any, *args: Any
     ) -> None:
         kernel, unsaved = info.kernel_tensors, unsaved_buffers(info)
+        packed = self._packed(layer, info)
         # Tensors of an attention layer are kept, or made of what other layers have.
         keeps = bool(args)
         self._stand_ins.begin(tensor for tensors in kernel for tensor in tensors.values())
@@ -132,15 +133,16 @@ class _Proof(Reload):
                 for name in serving.keys() - self._left_in_place - kept.keys():
                     if not _same_bits(made[name], serving[name]):
                         fault = (name, "other bits than the kernel's")
-            if fault is None:
-                answer = _answer(layer, info)
+            packed = [name for name in packed if name not in kept]
+            if fault is None and packed:
+                answer = _answer(layer)
         except Exception as error:
             fault = (None, f"{type(error).__name__}: {error}")
         finally:
             state.restore()
             self._place(layer, info, kernel, unsaved)
-        if answer is not None and not _same_bits(answer, _answer(layer, info)):
-            fault = ("weight", "packed for its kernel, it gives other answers")
+        if answer is not None and not _same_bits(answer, _answer(layer)):
+            fault = (packed[0], "packed for its kernel, it gives other answers")
         for name, tensor in kept.items():
             # For the layer that packs it; see `_keep_freed`.
             self._freed.append((layer, name, kernel[0][name]))
@@ -252,21 +254,19 @@ def _span(tensor: torch.Tensor) -> int:
     return (1 + sum((size - 1) * stride for size, stride in dims)) * tensor.element_size()
 
 
-def _answer(layer: nn.Module, info: Any) -> torch.Tensor | None:
-    """Return a layer's output if its weight is in none of its parameters; else None."""
-    unpacked = info.restore_metadata[0]
-    emptied = [
-        name
-        for name, tensor in layer.named_parameters(recurse=False)
-        if name in unpacked and unpacked[name].numel() and not tensor.numel()
-    ]
+def _answer(layer: nn.Module) -> torch.Tensor:
+    """Return the output of a linear layer for an input that is always the same.
+
+    Raises:
+        ReloadError: The layer is of another kind.
+    """
     method: Any = getattr(layer, "quant_method", None)
-    width, dtype = (getattr(layer, n, None) for n in ("input_size_per_partition", "params_dtype"))
-    if not emptied or method is None or width is None or dtype is None:
-        return None
+    dtype = getattr(layer, "params_dtype", None)
+    width = getattr(layer, "input_size_per_partition", getattr(layer, "input_size", None))
+    if method is None or width is None or dtype is None:
+        raise ReloadError("its weight is in none of its tensors, and cannot be compared")
     rows = torch.randn(PROBE_ROWS, width, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        answer: torch.Tensor = method.apply(layer, rows.to(dtype))
+    answer: torch.Tensor = method.apply(layer, rows.to(dtype))
     return answer
 
 

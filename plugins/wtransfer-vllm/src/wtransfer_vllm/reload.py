@@ -13,7 +13,9 @@ Put right here, by cause:
 * a head shares its tensor with an embedding, and has a packed copy of it: `Reload._finish`;
 * an attention layer packs the weight of another layer and frees it: `Reload._keep_freed`;
 * a kernel points to scales that are freed once they are copied: `_keeping_scales`;
-* a layer cannot be processed, and those behind it stay without tensors: `Reload._process`.
+* a layer cannot be processed, and those behind it stay without tensors: `Reload._process`;
+* a kernel is made for torch's default dtype, which is the model's only at the first load, and a
+  parameter that is None once its weight is packed is deleted: `Reload.run`.
 """
 
 from __future__ import annotations
@@ -115,7 +117,9 @@ class Reload:
 
         with (
             set_current_vllm_config(self._vllm_config),
+            _as_at_first_load(self._vllm_config.model_config.dtype),
             _without_mtp_check(),
+            _keeping_names(self._layers),
             self._standing_in(),
             self._forget_first_processing(),
             _keeping_scales(),
@@ -209,6 +213,22 @@ class Reload:
 
     def _fault(self, layer: nn.Module, tensor: str | None, cause: str) -> None:
         self.faults.append(Fault(self._layers.get(layer, type(layer).__name__), tensor, cause))
+
+    def _packed(self, layer: nn.Module, info: Any) -> list[str]:
+        """Return the parameters of the checkpoint whose weight is in no tensor that serves.
+
+        Only kernels of CPUs have it elsewhere; others delete what they have put into another
+        parameter. Attention layers delete their scales, which have become numbers.
+        """
+        is_attention = self._vllm.is_deferred_attention_layer(layer)
+        if info.restore_device.type != "cpu" or is_attention:
+            return []
+        kernel = info.kernel_tensors[0]
+        return [
+            name
+            for name, tensor in info.restore_metadata[0].items()
+            if tensor.numel() and (name not in kernel or not kernel[name].numel())
+        ]
 
     def _place(self, layer: nn.Module, info: Any, kernel: Any, unsaved: set[str]) -> None:
         """Give a layer the tensors that its kernels read; `unsaved`: buffers that are no state."""
@@ -308,6 +328,8 @@ class Reload:
             loadable = info.restore_metadata[0].keys() - self._left_in_place
             if loadable & kernel.keys():
                 empty.append((layer, {name: kernel[name] for name in loadable & kernel.keys()}))
+            elif packed := self._packed(layer, info):
+                self._fault(layer, packed[0], "received no elements")
         tied = []
         for layer, kernel in empty:
             alone = [name for name, tensor in kernel.items() if id(tensor) not in received]
@@ -438,6 +460,37 @@ def _keeping_scales() -> Iterator[None]:
         yield
     finally:
         ops.create_onednn_scaled_mm = create
+
+
+@contextlib.contextmanager
+def _as_at_first_load(dtype: torch.dtype) -> Iterator[None]:
+    """Have torch make tensors as at the first load: of the model's dtype, and without autograd.
+
+    Tensors of inference mode could not be written to by a later reload.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.inference_mode(mode=False), torch.no_grad():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def _keeping_names(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Keep the parameters that are None, which vLLM deletes from a layer that is not processed."""
+    empty = [
+        (layer, name)
+        for layer in layers
+        for name, held in layer._parameters.items()
+        if held is None
+    ]
+    try:
+        yield
+    finally:
+        for layer, name in empty:
+            layer._parameters.setdefault(name, None)
 
 
 def _without_mtp_check() -> contextlib.AbstractContextManager[None]:

@@ -79,6 +79,7 @@ class VllmTarget(ServedTarget):
             begun = time.monotonic()
             try:
                 self._check_replicas()
+                self._check_hook()
                 prove(self._model, self._vllm_config, self._served())
             except ReloadError as error:
                 self._refusal = str(error)
@@ -125,6 +126,15 @@ class VllmTarget(ServedTarget):
                     "could pass experts of two versions. Run replicas as servers of their own, or "
                     "tensor-parallel ranks"
                 )
+
+    def _check_hook(self) -> None:
+        """Refuse a model that vLLM finishes once it is loaded, and not once it is reloaded."""
+        if hasattr(self._model, "process_weights_after_loading"):
+            raise ReloadError(
+                f"{type(self._model).__name__} takes no update: vLLM calls its "
+                "process_weights_after_loading() after the first load only, so what that makes of "
+                "the weights would stay that of the old ones"
+            )
 
 
 class SeedTarget:
