@@ -87,6 +87,7 @@ def int8(**activations):
     }
 
 
+INT8 = int8(strategy="token", dynamic=True)
 STATIC = {"strategy": "tensor", "dynamic": False}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 CASES = {
@@ -146,7 +147,7 @@ CASES = {
     "Llama, W8A8 int8 (compressed-tensors)": (
         "llama",
         "LlamaForCausalLM",
-        {"quantization_config": int8(strategy="token", dynamic=True)},
+        {"quantization_config": INT8},
     ),
     # Widths for which vLLM's only kernel is oneDNN, whatever the CPU.
     "Llama, W8A8 int8, static": (
