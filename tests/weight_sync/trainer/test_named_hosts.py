@@ -27,6 +27,7 @@ from wtransfer.errors import (
     SchemaError,
     StallError,
 )
+from wtransfer.metrics import RoundCollector
 from wtransfer.testing.contents import contents
 from wtransfer.testing.fleet import committing
 from wtransfer.weight_sync.messages import Plan
@@ -234,6 +235,23 @@ def test_absent_host_ends_each_round_after_return_s(host, weights, waits, absent
                 publisher.publish(version)
         assert waits == {0.05}
         assert stays.session.version == "v1"
+
+
+def test_absent_hosts_are_counted_for_who_scrapes(host, weights, absent):
+    stays, gone = host("a"), host("b")
+    with Publisher(weights, hosts=[stays, gone]) as publisher:
+
+        def counted():
+            families = {each.name: each.samples for each in RoundCollector(publisher).collect()}
+            (sample,) = families["wtransfer_hosts_absent"]
+            return sample.value
+
+        assert counted() == 0
+        gone.stop(PeerLostError("it is gone"))
+        absent(publisher, "b")
+        assert counted() == 1
+        publisher.remove(gone)
+        assert counted() == 0
 
 
 def test_absent_host_costs_one_round_a_wait_where_it_may_be_dropped(host, weights, waits, absent):
