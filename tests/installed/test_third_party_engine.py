@@ -253,4 +253,6 @@ def test_patch_releases_of_one_contract_work_together(pip_install, tmp_path):
                 "other": "committed",
                 "next": "behind",
             }, done
+            assert "PluginIncompatibleError" in done["errors"]["next"]
+            assert peer.ask("state")["version"] == f"v{number}"
             assert late.ask("state")["version"] is None

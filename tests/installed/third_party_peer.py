@@ -58,7 +58,7 @@ class PublisherPeer:
                 contents=contents(self.tensors),
                 fingerprint=report.fingerprint,
                 outcomes={each.worker: each.outcome for each in report.workers},
-                errors={each.worker: str(each.error) for each in report.workers},
+                errors={each.worker: repr(each.error) for each in report.workers},
                 proven=[each.digests_equal for each in report.workers],
             )
 

@@ -70,25 +70,27 @@ VISION = {
 }
 
 
-def int8(**activations):
-    """Return a configuration of W8A8 int8 as llm-compressor writes it."""
-    common = {"num_bits": 8, "type": "int", "symmetric": True}
+def compressed_tensors(kind, strategy, activations, **weights):
+    """Return a configuration of 8 bits as llm-compressor writes it."""
+    common = {"num_bits": 8, "type": kind, "symmetric": True}
     group = {
         "targets": ["Linear"],
-        "weights": common | {"strategy": "channel"},
-        "input_activations": common | activations,
+        "weights": common | {"strategy": strategy, "dynamic": False} | weights,
+        "input_activations": common | {"dynamic": True} | activations,
     }
     return {
         "quant_method": "compressed-tensors",
-        "format": "int-quantized",
+        "format": f"{kind}-quantized",
         "quantization_status": "compressed",
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
         "config_groups": {"group_0": group},
     }
 
 
-INT8 = int8(strategy="token", dynamic=True)
+TOKEN = {"strategy": "token"}
+INT8 = compressed_tensors("int", "channel", TOKEN)
 STATIC = {"strategy": "tensor", "dynamic": False}
+ASYMMETRIC = STATIC | {"symmetric": False}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 CASES = {
     "Llama": ("llama", "LlamaForCausalLM", {}),
@@ -153,12 +155,15 @@ CASES = {
     "Llama, W8A8 int8, static": (
         "llama",
         "LlamaForCausalLM",
-        {"hidden_size": 516, "quantization_config": int8(**STATIC)},
+        {"hidden_size": 516, "quantization_config": compressed_tensors("int", "channel", STATIC)},
     ),
     "Llama, W8A8 int8, static, asymmetric": (
         "llama",
         "LlamaForCausalLM",
-        {"hidden_size": 516, "quantization_config": int8(**STATIC, symmetric=False)},
+        {
+            "hidden_size": 516,
+            "quantization_config": compressed_tensors("int", "channel", ASYMMETRIC),
+        },
     ),
     "Llama, int8 by vLLM": ("llama", "LlamaForCausalLM", {}),
     "Qwen3-MoE, int8 by vLLM": ("qwen3_moe", "Qwen3MoeForCausalLM", MOE),

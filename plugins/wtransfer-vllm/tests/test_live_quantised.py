@@ -7,6 +7,7 @@ from contextlib import closing
 import pytest
 import torch
 import wtransfer
+from architectures import INT8, TOKEN, compressed_tensors
 from engines import PROMPTS, Engine, publish, start_ranks
 from safetensors.torch import load_file, save_file
 from tiny_models import CONFIG, EXPERTS, config, make_twin
@@ -24,30 +25,10 @@ HIDDEN = 256
 MODELS = {"llama": CONFIG | config(2, HIDDEN, tied=False), "qwen3_moe": EXPERTS}
 OPTIONS = {"dtype": "bfloat16", "max_model_len": 512, "kv_cache_memory_bytes": 64 << 20}
 UPDATED = OPTIONS | {"weight_transfer_config": {"backend": "shm"}}
-
-
-def compressed_tensors(kind, strategy, activations, **weights):
-    """Return a configuration of 8 bits as llm-compressor writes it."""
-    common = {"num_bits": 8, "type": kind, "symmetric": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": common | {"strategy": strategy, "dynamic": False} | weights,
-        "input_activations": common | {"dynamic": True} | activations,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": f"{kind}-quantized",
-        "quantization_status": "compressed",
-        "ignore": ["lm_head", "re:.*mlp.gate$"],
-        "config_groups": {"group_0": group},
-    }
-
-
 BLOCK = [128, 128]
-TOKEN = {"strategy": "token"}
 GROUP = {"strategy": "group", "group_size": 128}
 SCHEMES = {
-    "int8": compressed_tensors("int", "channel", TOKEN),
+    "int8": INT8,
     "fp8 blocks": {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",

@@ -133,8 +133,7 @@ class _Proof(Reload):
                 for name in serving.keys() - self._left_in_place - kept.keys():
                     if not _same_bits(made[name], serving[name]):
                         fault = (name, "other bits than the kernel's")
-            packed = [name for name in packed if name not in kept]
-            if fault is None and packed:
+            if fault is None and packed - kept.keys():
                 answer = _answer(layer)
         except Exception as error:
             fault = (None, f"{type(error).__name__}: {error}")
@@ -142,7 +141,7 @@ class _Proof(Reload):
             state.restore()
             self._place(layer, info, kernel, unsaved)
         if answer is not None and not _same_bits(answer, _answer(layer)):
-            fault = (packed[0], "packed for its kernel, it gives other answers")
+            fault = (min(packed - kept.keys()), "packed for its kernel, it gives other answers")
         for name, tensor in kept.items():
             # For the layer that packs it; see `_keep_freed`.
             self._freed.append((layer, name, kernel[0][name]))

@@ -114,10 +114,14 @@ class Reload:
             Exception: The error of the model's loader.
         """
         from vllm.config import set_current_vllm_config
+        from vllm.utils.torch_utils import set_default_torch_dtype
 
         with (
             set_current_vllm_config(self._vllm_config),
-            _as_at_first_load(self._vllm_config.model_config.dtype),
+            # As at the first load; tensors of inference mode could not be written to later.
+            set_default_torch_dtype(self._vllm_config.model_config.dtype),
+            torch.inference_mode(mode=False),
+            torch.no_grad(),
             _without_mtp_check(),
             _keeping_names(self._layers),
             self._standing_in(),
@@ -214,7 +218,7 @@ class Reload:
     def _fault(self, layer: nn.Module, tensor: str | None, cause: str) -> None:
         self.faults.append(Fault(self._layers.get(layer, type(layer).__name__), tensor, cause))
 
-    def _packed(self, layer: nn.Module, info: Any) -> list[str]:
+    def _packed(self, layer: nn.Module, info: Any) -> set[str]:
         """Return the parameters of the checkpoint whose weight is in no tensor that serves.
 
         Only kernels of CPUs have it elsewhere; others delete what they have put into another
@@ -222,13 +226,13 @@ class Reload:
         """
         is_attention = self._vllm.is_deferred_attention_layer(layer)
         if info.restore_device.type != "cpu" or is_attention:
-            return []
+            return set()
         kernel = info.kernel_tensors[0]
-        return [
+        return {
             name
             for name, tensor in info.restore_metadata[0].items()
             if tensor.numel() and (name not in kernel or not kernel[name].numel())
-        ]
+        }
 
     def _place(self, layer: nn.Module, info: Any, kernel: Any, unsaved: set[str]) -> None:
         """Give a layer the tensors that its kernels read; `unsaved`: buffers that are no state."""
@@ -329,7 +333,7 @@ class Reload:
             if loadable & kernel.keys():
                 empty.append((layer, {name: kernel[name] for name in loadable & kernel.keys()}))
             elif packed := self._packed(layer, info):
-                self._fault(layer, packed[0], "received no elements")
+                self._fault(layer, min(packed), "received no elements")
         tied = []
         for layer, kernel in empty:
             alone = [name for name, tensor in kernel.items() if id(tensor) not in received]
@@ -460,21 +464,6 @@ def _keeping_scales() -> Iterator[None]:
         yield
     finally:
         ops.create_onednn_scaled_mm = create
-
-
-@contextlib.contextmanager
-def _as_at_first_load(dtype: torch.dtype) -> Iterator[None]:
-    """Have torch make tensors as at the first load: of the model's dtype, and without autograd.
-
-    Tensors of inference mode could not be written to by a later reload.
-    """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.inference_mode(mode=False), torch.no_grad():
-            yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @contextlib.contextmanager
