@@ -70,6 +70,10 @@ class Connector:
     def get_num_new_matched_tokens(self, request, num_computed):
         return (16, True)
 
+    def request_finished(self, request, blocks):
+        is_handed_over = request.kv_transfer_params["do_remote_decode"]
+        return is_handed_over, {"do_remote_prefill": is_handed_over}
+
     def set_xfer_handshake_metadata_pp_aware(self, metadata):
         if self.deaf:
             raise OSError("cannot hear")
@@ -186,6 +190,32 @@ def test_commit_of_all_ranks_resets_every_cache_and_sets_the_label(make):
         assert names_of(worker) == ["start_weight_update", "finish_weight_update"]
 
 
+class Rows:
+    """What a pooling request has gathered."""
+
+    def __init__(self):
+        self.hidden_states_cache = ["a chunk"]
+
+    def clean(self):
+        self.hidden_states_cache.clear()
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["commit", "reload_weights"])
+def test_rows_that_pooling_requests_have_gathered_go_with_the_weights(make, lost):
+    core, workers = make()
+    core.vllm_config.model_config.runner_type = "pooling"
+    rows = [Rows() for _ in workers]
+    for worker, gathered in zip(workers, rows, strict=True):
+        # In a pooling engine no request is without; the other stands for one of another release.
+        requests = {"a": bag(pooling_states=gathered), "b": bag()}
+        worker.model_runner = bag(requests=requests)
+    if lost:
+        core.collective_rpc("reload_weights")
+    else:
+        commit(core, workers)
+    assert [each.hidden_states_cache for each in rows] == [[], []]
+
+
 def test_ranks_that_hold_different_versions_have_no_label(make):
     core, workers = make()
     workers[0].will(applied=True, touched=True, state="serving", version="b")
@@ -234,6 +264,25 @@ def test_silent_connector_is_suspended_until_it_confirms_a_reset(make, silent):
         finish(core)
         assert connector.get_num_new_matched_tokens(object(), 0) == found
         assert core.label == "b"
+
+
+def test_kv_of_one_request_is_handed_over_until_the_first_commit_and_no_longer(make):
+    core, workers = make()
+    connector = core.scheduler.connector = Connector(None)
+
+    def prefill():
+        request = bag(kv_transfer_params={"do_remote_decode": True})
+        found = connector.get_num_new_matched_tokens(request, 0)
+        return found, connector.request_finished(request, [1])
+
+    assert prefill() == ((16, True), (True, {"do_remote_prefill": True}))
+    for _ in range(2):
+        commit(core, workers)
+        # The blocks go at once: nobody is told of them.
+        assert prefill() == ((0, False), (False, None))
+        # One that was looked up before, and waits for its last token.
+        begun = bag(kv_transfer_params={"do_remote_decode": True})
+        assert connector.request_finished(begun, [1]) == (True, None)
 
 
 def test_disabled_prefix_cache_stays_disabled(make):
@@ -900,8 +949,8 @@ def rust_front_end(_, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.envs", bag(VLLM_USE_RUST_FRONTEND=True))
 
 
-def routed_experts(core, _):
-    core.scheduler.aux_output_connector = bag()
+def pooling(core, _):
+    core.vllm_config.model_config = bag(runner_type="pooling")
 
 
 def second_pool(core, _):
@@ -917,7 +966,7 @@ def second_pool(core, _):
             "connector 'NixlConnector' is not .* use wtransfer-OffloadingConnector",
         ),
         (rust_front_end, "start vLLM without VLLM_USE_RUST_FRONTEND; or set it to 'recompute'"),
-        (routed_experts, "without --enable-return-routed-experts; or set it to 'recompute'"),
+        (pooling, "embeds or classifies, .* two sets of weights; or set it to 'recompute'"),
         (second_pool, "start vLLM without it; or set it to 'recompute'"),
     ],
 )
@@ -934,7 +983,6 @@ def test_keep_is_refused_with_the_invitation_where_it_cannot_be_done(
 def test_keep_is_taken_beside_a_connector_of_ours(asked_to_keep, monkeypatch):
     core, workers = asked_to_keep()
     monkeypatch.setitem(sys.modules, "vllm.envs", bag(VLLM_USE_RUST_FRONTEND=False))
-    core.scheduler.aux_output_connector = None
     core.vllm_config.kv_transfer_config = bag(kv_connector="ours")
     core.scheduler.connector = Connector(forgets=None)
     invite(core)

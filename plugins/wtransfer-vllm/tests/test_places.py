@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import json
 import os
+import types
 import warnings
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from wtransfer_vllm.names import remember, vllm_names
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # those of what vLLM imports
     import vllm
-    from vllm.config import EngramConfig, KVTransferConfig, VllmConfig
+    from vllm.config import EngramConfig, KVTransferConfig, PoolerConfig, VllmConfig
     from vllm.config.aux_output import AuxOutputConfig
     from vllm.config.ec_transfer import ECTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -240,6 +241,26 @@ def test_every_refused_place_is_named_at_once(configured):
         places.check_places(config)
     for option in ("--enable-eplb", "--offload-group-size", "--engram-config"):
         assert f"start it without {option}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flash", "task", "score_type", "is_refused"),
+    [
+        (True, None, "late-interaction", True),
+        (True, "token_embed", "bi-encoder", True),
+        (True, None, "bi-encoder", False),
+        (True, "embed", "late-interaction", False),
+        (False, None, "late-interaction", False),
+    ],
+)
+def test_query_that_waits_in_a_worker_for_its_documents_is_refused(
+    configured, flash, task, score_type, is_refused
+):
+    pooler = PoolerConfig(enable_flash_late_interaction=flash, task=task)
+    model = types.SimpleNamespace(pooler_config=pooler, score_type=score_type)
+    rows = places.rows_of(configured(model_config=model))
+    refused = [row.place for row in rows if row.at_commit == places.REFUSED]
+    assert refused == [places.LATE_INTERACTION.place] * is_refused
 
 
 def test_scheduler_of_vllms_own_is_known(configured):

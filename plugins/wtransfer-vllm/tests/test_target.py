@@ -17,6 +17,7 @@ from wtransfer_vllm.target import VllmTarget
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # those of what vLLM imports
+    from vllm.config import LoadConfig
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
@@ -186,3 +187,67 @@ def test_model_that_vllm_finishes_after_the_first_load_takes_no_update(tmp_path)
         with pytest.raises(ReloadError, match=r"Finished takes no update: .* the first load only"):
             target.prove()
     assert not target.proven
+
+
+class Dispatching(Model):
+    """Has a head by the name of a task, as poolers of vLLM do."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = {"embed": nn.Linear(2, 2)}
+
+
+def test_head_that_is_no_registered_module_takes_no_update(tmp_path):
+    model = Dispatching()
+    record_metadata_for_reloading(model)
+    target = make_target(model, tmp_path, CHECKPOINT)
+    with pytest.raises(ReloadError, match=r"takes no update: heads\['embed'\] \(Linear\) is no"):
+        target.prove()
+
+
+class ReadsFurtherFiles(Model):
+    """vLLM reads a head from a file of its own, beside the checkpoint."""
+
+    secondary_weights = ("head.pt",)
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(2, 2, bias=False)
+
+
+def reads_further_files():
+    model = ReadsFurtherFiles()
+    record_metadata_for_reloading(model)
+    model.load_weights({**CHECKPOINT, "head.weight": torch.ones(2, 2)}.items())
+    return model
+
+
+def test_weights_from_further_files_are_missed_by_the_proof_as_by_an_update(tmp_path):
+    model = reads_further_files()
+    target = make_target(model, tmp_path, CHECKPOINT)
+    before = held(model)
+    with pytest.raises(ReloadError, match=r"layer 'head', parameter 'weight': received no elem"):
+        target.prove()
+    assert held(model) == before
+
+
+def test_weights_from_further_files_are_refused_where_no_checkpoint_is_on_disk(tmp_path):
+    target = make_target(reads_further_files(), tmp_path, CHECKPOINT)
+    target.checkpoint = None
+    target._vllm_config.load_config = LoadConfig(load_format="pt")
+    with pytest.raises(ReloadError, match="reads weights of it from further files, which no upd"):
+        target.prove()
+
+
+def test_checkpoint_that_serves_is_what_the_proof_loads(target, tmp_path):
+    target.prove()
+    assert target.proven
+    other = make_target(target._model, tmp_path, {n: 2 * t for n, t in CHECKPOINT.items()})
+    with pytest.raises(ReloadError, match="other bits"):
+        other.prove()
+
+
+def test_overwritten_checkpoint_proves_nothing(target, tmp_path):
+    save_file(UPDATE, tmp_path / "model.safetensors")
+    with pytest.raises(ReloadError, match="which was overwritten since; restart vLLM"):
+        target.prove()

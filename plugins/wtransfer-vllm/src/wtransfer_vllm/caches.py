@@ -6,15 +6,20 @@ Called in the engine core between two steps, right after the weights have change
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from wtransfer_vllm.in_flight import mark_running, unmark
+from wtransfer_vllm.in_flight import is_pooling, mark_running, unmark
 from wtransfer_vllm.names import has_our_connector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 
 HOLDING = ("WAITING", "PREEMPTED", "WAITING_FOR_STREAMING_REQ")
 """States of vLLM's requests in which they may hold KV without running or loading."""
+SUSPENDED = ("get_num_new_matched_tokens", "request_finished", "request_finished_all_groups")
+"""Methods of a connector's scheduler side: the look-up, and those whose answers hand KV over."""
 
 
 def forget_kv(core: Any, *, keep_running: bool = False) -> None:
@@ -80,6 +85,21 @@ def forget_kv(core: Any, *, keep_running: bool = False) -> None:
     if getattr(core.vllm_config.model_config, "is_multimodal_model", True):
         core.reset_encoder_cache()
 
+    # 4. What preempted requests have gathered of their answers goes: vLLM would add to it.
+    if is_pooling(core):
+        core.model_executor.collective_rpc(drop_rows)
+
+
+def drop_rows(worker: Any) -> None:
+    """Drop what pooling requests have gathered so far, in a worker: they are computed anew.
+
+    vLLM's second runner begins a preempted request without any.
+    """
+    for request in getattr(worker.model_runner, "requests", {}).values():
+        gathered = getattr(request, "pooling_states", None)
+        if gathered is not None:
+            gathered.clean()
+
 
 def _spare_restarting(scheduler: Any) -> None:
     """Have vLLM end no request for a failed load that starts over in any case."""
@@ -131,13 +151,27 @@ def tell_connector(core: Any) -> None:
 
 
 def _suspend(connector: Any, *, suspended: bool) -> None:
-    """Have a connector find nothing for any request, or take that back."""
-    name = "get_num_new_matched_tokens"
-    if suspended:
-        logger.warning(
-            "%s may have KV of other weights; it is not asked for KV until it is known not to",
-            type(connector).__name__,
-        )
-        setattr(connector, name, lambda *_args, **_kwargs: (0, False))
-    else:
+    """Have a connector find nothing for any request, and hand nothing over; or take that back."""
+    for name in SUSPENDED:
         vars(connector).pop(name, None)
+    if not suspended:
+        return
+    logger.warning(
+        "%s may have KV of other weights; it is not asked for KV until it is known not to",
+        type(connector).__name__,
+    )
+
+    def find_nothing(request: Any, *_args: Any, **_kwargs: Any) -> tuple[int, bool]:
+        # Whoever is told that it is a prefill for another instance keeps its blocks for that.
+        if getattr(request, "kv_transfer_params", None):
+            request.kv_transfer_params["do_remote_decode"] = False
+        return 0, False
+
+    def handing_nothing_over(method: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (method(*args, **kwargs)[0], None)
+
+    look_up, *endings = SUSPENDED
+    setattr(connector, look_up, find_nothing)
+    for name in endings:
+        if hasattr(connector, name):
+            setattr(connector, name, handing_nothing_over(getattr(connector, name)))

@@ -63,11 +63,9 @@ def _cannot_keep(core: Any) -> str | None:
             "vLLM's Rust front end gives an answer the text of a whole batch, which names the "
             "requests on older KV: start vLLM without VLLM_USE_RUST_FRONTEND"
         )
-    if getattr(core.scheduler, "aux_output_connector", None) is not None:
+    if is_pooling(core):
         return (
-            "vLLM keeps the experts of each token under its block's hash, where other requests "
-            "would find those of two sets of weights: start it without "
-            "--enable-return-routed-experts"
+            "this vLLM embeds or classifies, and an answer would have rows of two sets of weights"
         )
     transfer = getattr(core.vllm_config, "kv_transfer_config", None)
     if transfer is not None and not has_our_connector(core):
@@ -84,6 +82,12 @@ def _cannot_keep(core: Any) -> str | None:
             "after a request has ended: start vLLM without it"
         )
     return None
+
+
+def is_pooling(core: Any) -> bool:
+    """Return whether an engine core's requests are embedded or classified, and no tokens made."""
+    model_config = getattr(core.vllm_config, "model_config", None)
+    return getattr(model_config, "runner_type", None) == "pooling"
 
 
 def _has_rust_front_end() -> bool:

@@ -46,6 +46,7 @@ ALWAYS = (
     Row("KV of running requests", "recomputed", "they are preempted; `keep` marks it instead"),
     Row("encoder cache of the engine", "reset", "with the prefix cache"),
     Row("log probabilities of a prompt", "recomputed", "with the KV of the request"),
+    Row("rows that a pooling request has gathered", "recomputed", "dropped as it is preempted"),
     Row("log probabilities and spans of tokens", "named", "each token by the weights of its step"),
     Row("inputs of the multi-modal processor", "not of weights", "found by a hash of the input"),
 )
@@ -103,6 +104,12 @@ OPTIONS: dict[str, Row] = {
     ),
 }
 """Field of vLLM's configuration -> the place that it turns on, if it is set."""
+LATE_INTERACTION = Row(
+    "flash late interaction (--no-enable-flash-late-interaction)",
+    REFUSED,
+    "a query's embeddings wait in the worker for its documents, which new weights would embed",
+)
+"""Scores of a model that embeds tokens, computed in the worker."""
 
 _SHARED = "other engines read its store, whose names say nothing of the weights"
 _HANDED = ("by request", "the KV goes with one request")
@@ -147,6 +154,8 @@ def rows_of(vllm_config: Any) -> list[Row]:
         vllm_config: vLLM's own. Fields that a release does not have turn nothing on.
     """
     found = [row for path, row in OPTIONS.items() if _is_set(vllm_config, path)]
+    if _scores_tokens(vllm_config):
+        found.append(LATE_INTERACTION)
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     if transfer is not None:
         found += _connectors(vars(transfer))
@@ -172,6 +181,17 @@ def _is_set(vllm_config: Any, path: str) -> bool:
     # vLLM enters its own scheduler by name.
     is_vllms = path.endswith("_cls") and isinstance(value, str) and value.startswith("vllm.")
     return bool(value) and not is_vllms
+
+
+def _scores_tokens(vllm_config: Any) -> bool:
+    model_config = getattr(vllm_config, "model_config", None)
+    pooler = getattr(model_config, "pooler_config", None)
+    if not getattr(pooler, "enable_flash_late_interaction", False):
+        return False
+    asked = getattr(pooler, "task", None)
+    return asked == "token_embed" or (
+        asked is None and getattr(model_config, "score_type", None) == "late-interaction"
+    )
 
 
 def _connectors(transfer: Mapping[str, Any]) -> Iterator[Row]:

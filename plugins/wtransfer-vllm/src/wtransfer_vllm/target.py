@@ -16,6 +16,7 @@ from wtransfer.weight_sync.worker.served_target import ServedTarget
 from wtransfer_vllm.checkpoint import find_checkpoint
 from wtransfer_vllm.proof import prove
 from wtransfer_vllm.reload import ReloadError, forget_parts, reload
+from wtransfer_vllm.unregistered import find_unregistered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -80,6 +81,7 @@ class VllmTarget(ServedTarget):
             try:
                 self._check_replicas()
                 self._check_hook()
+                self._check_unregistered()
                 prove(self._model, self._vllm_config, self._served())
             except ReloadError as error:
                 self._refusal = str(error)
@@ -91,18 +93,31 @@ class VllmTarget(ServedTarget):
             raise ReloadError(self._refusal)
 
     def _served(self) -> Iterable[tuple[str, torch.Tensor]] | None:
-        """Return the weights that vLLM serves; None: its dummies."""
+        """Return the weights that vLLM serves, as an update brings them; None: its dummies.
+
+        Of a checkpoint on disk those are its safetensors, though vLLM may have read more at the
+        first load (`secondary_weights` of a model): no update has that, nor has the way back.
+        """
         if self.applied is not None:
             return self.in_form(self.applied)
-        if self.checkpoint is not None and not self.checkpoint.unchanged():
-            raise ReloadError(
-                "this worker takes no update: whether vLLM's reload gives what was loaded is found "
-                "out with the checkpoint that it serves, which was overwritten since; restart vLLM"
-            )
+        if self.checkpoint is not None:
+            base = self.base()
+            if base is None:
+                raise ReloadError(
+                    "this worker takes no update: whether vLLM's reload gives what was loaded is "
+                    "found out with the checkpoint that it serves, which was overwritten since; "
+                    "restart vLLM"
+                )
+            return self.in_form(base)
         from vllm.model_executor.model_loader import get_model_loader
 
         load_config = self._vllm_config.load_config
         loader: Any = get_model_loader(load_config)
+        if getattr(self._model, "secondary_weights", ()):
+            raise ReloadError(
+                f"{type(self._model).__name__} takes no update: vLLM reads weights of it from "
+                "further files, which no update has"
+            )
         if hasattr(loader, "get_all_weights"):
             found: Iterable[tuple[str, torch.Tensor]]
             found = loader.get_all_weights(self._vllm_config.model_config, self._model)
@@ -134,6 +149,15 @@ class VllmTarget(ServedTarget):
                 f"{type(self._model).__name__} takes no update: vLLM calls its "
                 "process_weights_after_loading() after the first load only, so what that makes of "
                 "the weights would stay that of the old ones"
+            )
+
+    def _check_unregistered(self) -> None:
+        """Refuse a model that computes with modules which are not registered in it."""
+        for path, module in find_unregistered(self._model):
+            raise ReloadError(
+                f"{type(self._model).__name__} takes no update: {path} ({type(module).__name__}) "
+                "is no registered module of it, so neither an update nor vLLM's reload reaches it, "
+                "and it would compute with its old weights"
             )
 
 

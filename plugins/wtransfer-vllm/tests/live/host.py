@@ -20,7 +20,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from vllm import LLM, SamplingParams
+from vllm import LLM, PoolingParams, SamplingParams
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -140,6 +140,38 @@ class Host:
             "longest_s": longest,
             "num_deferred": self.num_deferred,
         }
+
+    def ask(self, requests, task):
+        """Ask each; return what `answers` returns once all have ended.
+
+        Args:
+            requests: As of `kinds.py`.
+            task: Task of vLLM's pooling; None: tokens are made.
+        """
+        self.begin_asking(requests, task)
+        return self.answers()
+
+    def begin_asking(self, requests, task):
+        """Begin requests that go on by `answers` only, or by as many steps as `take` takes."""
+        self.asked = {}
+        for number, request in enumerate(requests):
+            params = PoolingParams(task=task) if task else _greedy(16)
+            self.llm.llm_engine.add_request(f"asked {number}", prompt_of(request), params)
+            self.asked[f"asked {number}"] = None
+
+    def take(self, count):
+        """Take steps; return which requests have ended."""
+        for _ in range(count):
+            for output in self.llm.llm_engine.step():
+                if output.finished:
+                    self.asked[output.request_id] = _said(output)
+        return [said is not None for said in self.asked.values()]
+
+    def answers(self):
+        """Let all end; return rows, or tokens with their probabilities, of each request."""
+        while self.llm.llm_engine.has_unfinished_requests():
+            self.take(1)
+        return list(self.asked.values())
 
     def keep_in_flight(self, keeps):
         """Let requests that run at a commit keep their KV; in one process only."""
@@ -305,6 +337,29 @@ class Host:
 def _greedy(max_tokens, transfer=None):
     extra = None if transfer is None else {"kv_transfer_params": transfer}
     return SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=5, extra_args=extra)
+
+
+def prompt_of(request):
+    """Return what vLLM takes for a request of `kinds.py`."""
+    ((kind, value),) = request.items()
+    generator = torch.Generator().manual_seed(value if isinstance(value, int) else 0)
+    if kind == "prompt":
+        return {"prompt_token_ids": value}
+    if kind == "embeds":
+        return {"prompt_embeds": torch.randn(value, 128, generator=generator).bfloat16()}
+    if kind == "sound":
+        sound = torch.rand(16000, generator=generator).numpy()
+        heard = {"prompt": "", "multi_modal_data": {"audio": (sound, 16000)}}
+        return {"encoder_prompt": heard, "decoder_prompt": {"prompt_token_ids": [256, 5, 6]}}
+    from PIL import Image
+
+    pixels = torch.randint(0, 256, (32, 32, 3), generator=generator, dtype=torch.uint8)
+    return {"prompt": "", "multi_modal_data": {"image": Image.fromarray(pixels.numpy())}}
+
+
+def _said(output):
+    is_rows = hasattr(output.outputs, "data")
+    return output.outputs.data.tolist() if is_rows else _answer(output)
 
 
 def _answer(output):
