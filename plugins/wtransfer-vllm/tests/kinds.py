@@ -163,7 +163,6 @@ def _speech(folder: Path, _: torch.Generator) -> None:
 POOLING = {"runner": "pooling", "dtype": "float32", "max_num_seqs": 1}
 """Options of vLLM for a kind with a task: one request after the other."""
 IN_PARTS = {"max_num_batched_tokens": 128}
-LATE = {"pooler_config": {"enable_flash_late_interaction": False}}
 KINDS = {
     "embeddings": Kind(
         "qwen3", "Qwen3ForCausalLM", DECODER | {"head_dim": 32}, "embed", options=IN_PARTS
@@ -178,25 +177,34 @@ KINDS = {
         DECODER | {"head_dim": 32},
         "embed",
         files=_dense,
-        refused=r"poolers_by_task\['embed'\].* \(Linear\) is no registered module",
+        refused=r"poolers_by_task\[.* \(Linear\) is no registered module",
     ),
     "late interaction": Kind(
-        "bert",
-        "HF_ColBERT",
-        TEXT,
+        "qwen3",
+        "Qwen3ForCausalLM",
+        DECODER | {"head_dim": 32},
         "token_embed",
-        options=LATE,
-        prefix="bert.",
-        more=lambda generator: {"linear.weight": _rows(generator, 32, HIDDEN)},
+        options=IN_PARTS
+        | {"pooler_config": {"task": "token_embed", "enable_flash_late_interaction": False}},
     ),
-    "late interaction in the worker": Kind(
+    "late interaction in the workers": Kind(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        DECODER | {"head_dim": 32},
+        "token_embed",
+        options={"pooler_config": {"task": "token_embed"}},
+        refused="--no-enable-flash-late-interaction",
+    ),
+    # vLLM makes its last layer as it loads, and its reload does not know it.
+    "late interaction by ColBERT": Kind(
         "bert",
         "HF_ColBERT",
         TEXT,
         "token_embed",
+        options={"pooler_config": {"enable_flash_late_interaction": False}},
         prefix="bert.",
         more=lambda generator: {"linear.weight": _rows(generator, 32, HIDDEN)},
-        refused="--no-enable-flash-late-interaction",
+        refused="vLLM cannot reload the weights that it serves",
     ),
     "several vectors": Kind(
         "xlm-roberta",
@@ -249,7 +257,7 @@ KINDS = {
         "Qwen2ForProcessRewardModel",
         DECODER,
         "token_classify",
-        options=IN_PARTS | {"pooler_config": {"step_tag_id": 100, "returned_token_ids": [0, 1]}},
+        options={"pooler_config": {"step_tag_id": 100, "returned_token_ids": [0, 1]}},
         head="Qwen2ForCausalLM",
         more=_score(2),
     ),

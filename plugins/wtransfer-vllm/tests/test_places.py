@@ -13,13 +13,19 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tests/make_env.py ENV")
 
-from wtransfer_vllm import places
+from wtransfer_vllm import places, reach
 from wtransfer_vllm.names import remember, vllm_names
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # those of what vLLM imports
     import vllm
-    from vllm.config import EngramConfig, KVTransferConfig, PoolerConfig, VllmConfig
+    from vllm.config import (
+        EngramConfig,
+        KVTransferConfig,
+        MultiModalConfig,
+        PoolerConfig,
+        VllmConfig,
+    )
     from vllm.config.aux_output import AuxOutputConfig
     from vllm.config.ec_transfer import ECTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -49,6 +55,7 @@ CLASSES = {
 """Classes of which each attribute was looked at: file."""
 CONFIGS = ("VllmConfig", "KVTransferConfig", "ECTransferConfig", "ParallelConfig", "OffloadConfig")
 CONFIGS += ("EngramConfig", "AuxOutputConfig", "EncoderCacheManagerConfig", "CacheConfig")
+CONFIGS += ("MultiModalConfig", "PoolerConfig")
 
 
 def attributes(name, file):
@@ -83,6 +90,29 @@ def has_secondary_weights(cls):
     )
 
 
+def made_once():
+    """Return the attributes that a class makes where it finds them missing, and keeps."""
+    found = set()
+    for pattern in ("model_executor", "models", "v1/attention"):
+        for file in sorted(SOURCES.glob(f"{pattern}/**/*.py")):
+            tree = ast.parse(file.read_text())
+            for cls in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+                found |= {f"{cls.name}.{name}" for name in guarded(cls)}
+    return sorted(found)
+
+
+def guarded(cls):
+    """Yield the attributes that are set where a condition says that they are missing."""
+    for branch in (node for node in ast.walk(cls) if isinstance(node, ast.If)):
+        condition = ast.unparse(branch.test)
+        for node in ast.walk(branch):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                name = ast.unparse(node)
+                missing = (f"{name} is None", f"not hasattr(self, '{node.attr}')")
+                if name == f"self.{node.attr}" and any(each in condition for each in missing):
+                    yield node.attr
+
+
 def found_in_vllm():
     """Return every name of vLLM's that may stand for a place."""
     configs = {name: getattr(vllm.config, name, None) for name in CONFIGS}
@@ -97,6 +127,7 @@ def found_in_vllm():
         },
         "loaders": sorted(_LOAD_FORMAT_TO_MODEL_LOADER),
         "lower tiers": sorted(SecondaryTierFactory._registry),
+        "made once": made_once(),
         "poolers": classes_that(is_pooler),
         "secondary weights": classes_that(has_secondary_weights),
         "weight engines": sorted(set(WeightTransferEngineFactory._registry) - ours),
@@ -162,8 +193,14 @@ def kv(connector, **options):
     )
 
 
+def test_attributes_that_are_made_once_of_weights_are_vllms_own():
+    made = {name.rpartition(".")[-1] for name in json.loads(NAMES.read_text())["made once"]}
+    assert made.issuperset({*reach.MADE_ONCE, *reach.SCALES_MADE_ONCE})
+
+
 def test_each_option_of_the_table_is_a_field_of_vllms_configuration(configured):
-    config = configured(engram_config=EngramConfig())
+    model = types.SimpleNamespace(multimodal_config=MultiModalConfig())
+    config = configured(engram_config=EngramConfig(), model_config=model)
     for path in places.OPTIONS:
         value = config
         for name in path.split("."):
@@ -261,6 +298,15 @@ def test_query_that_waits_in_a_worker_for_its_documents_is_refused(
     rows = places.rows_of(configured(model_config=model))
     refused = [row.place for row in rows if row.at_commit == places.REFUSED]
     assert refused == [places.LATE_INTERACTION.place] * is_refused
+
+
+@pytest.mark.parametrize(("device", "is_refused"), [("cpu", True), ("cuda", False)])
+def test_compiled_code_with_weights_as_constants_is_refused(configured, device, is_refused):
+    config = configured(
+        device_config={"device_type": device},
+        compilation_config={"inductor_compile_config": {"max_autotune": True}},
+    )
+    assert (places.FREEZING in places.rows_of(config)) == is_refused
 
 
 def test_scheduler_of_vllms_own_is_known(configured):

@@ -247,6 +247,12 @@ def test_checkpoint_that_serves_is_what_the_proof_loads(target, tmp_path):
         other.prove()
 
 
+def test_load_that_breaks_off_within_the_proof_is_told_by_its_own_error(model, target):
+    model.fails_after = 0
+    with pytest.raises(ReloadError, match=r"cannot reload the .* serves: OSError: half way\."):
+        target.prove()
+
+
 def test_overwritten_checkpoint_proves_nothing(target, tmp_path):
     save_file(UPDATE, tmp_path / "model.safetensors")
     with pytest.raises(ReloadError, match="which was overwritten since; restart vLLM"):

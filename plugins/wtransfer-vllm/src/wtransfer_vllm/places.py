@@ -96,6 +96,20 @@ OPTIONS: dict[str, Row] = {
     "diffusion_config": Row(
         "--diffusion-config", REFUSED, "a canvas is computed in many steps, and outlives a commit"
     ),
+    "cache_config.use_kda_recoverssm": Row(
+        "--speculative-config of a model with KDA layers",
+        REFUSED,
+        "what accepts a draft has copies of these layers' weights, made once",
+    ),
+    "model_config.multimodal_config.mm_encoder_attn_dtype": Row(
+        "--mm-encoder-attn-dtype", REFUSED, "its scales follow what the old tower computed"
+    ),
+    "model_config.multimodal_config.video_pruning_rate": Row(
+        "--video-pruning-rate",
+        REFUSED,
+        "the positions of a video's tokens are those that the old tower has left of it, also for a "
+        "request that is computed anew",
+    ),
     "lora_config": Row(
         "--enable-lora", "not of weights", "adapters stay; their KV is forgotten with the rest"
     ),
@@ -110,8 +124,16 @@ LATE_INTERACTION = Row(
     "a query's embeddings wait in the worker for its documents, which new weights would embed",
 )
 """Scores of a model that embeds tokens, computed in the worker."""
+FREEZING = Row(
+    "max_autotune in --compilation-config",
+    REFUSED,
+    "on a CPU weights become constants of the compiled code",
+)
 
-_SHARED = "other engines read its store, whose names say nothing of the weights"
+_SHARED = (
+    "other engines read its store, whose names say nothing of the weights, as those of "
+    "wtransfer-OffloadingConnector and SharedStorageConnector do"
+)
 _HANDED = ("by request", "the KV goes with one request")
 _OUTSIDE = (REFUSED, _SHARED)
 CONNECTORS: dict[str, tuple[str, str]] = {
@@ -130,7 +152,7 @@ CONNECTORS: dict[str, tuple[str, str]] = {
     "MooncakeConnector": _HANDED,
     "MooncakeStoreConnector": (
         REFUSED,
-        f"{_SHARED}, and its reset wipes the blocks of every engine and model",
+        f"its reset wipes the blocks of every engine and model, and {_SHARED}",
     ),
     "NixlConnector": _HANDED,
     "NixlPullConnector": _HANDED,
@@ -154,8 +176,8 @@ def rows_of(vllm_config: Any) -> list[Row]:
         vllm_config: vLLM's own. Fields that a release does not have turn nothing on.
     """
     found = [row for path, row in OPTIONS.items() if _is_set(vllm_config, path)]
-    if _scores_tokens(vllm_config):
-        found.append(LATE_INTERACTION)
+    found += [LATE_INTERACTION] * _scores_tokens(vllm_config)
+    found += [FREEZING] * _freezes(vllm_config)
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     if transfer is not None:
         found += _connectors(vars(transfer))
@@ -192,6 +214,14 @@ def _scores_tokens(vllm_config: Any) -> bool:
     return asked == "token_embed" or (
         asked is None and getattr(model_config, "score_type", None) == "late-interaction"
     )
+
+
+def _freezes(vllm_config: Any) -> bool:
+    device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
+    options = getattr(
+        getattr(vllm_config, "compilation_config", None), "inductor_compile_config", {}
+    )
+    return device == "cpu" and bool(options.get("max_autotune"))
 
 
 def _connectors(transfer: Mapping[str, Any]) -> Iterator[Row]:

@@ -57,7 +57,8 @@ def prove(
         return
     quantisation = getattr(vllm_config.model_config, "quantization", None)
     what = f"{type(model).__name__} ({quantisation or 'not quantised'})"
-    if proof.faults:
+    # A load that breaks off leaves layers at fault: the cause is its own error.
+    if isinstance(error, ReloadError):
         why = f"vLLM's reload of the weights that it serves gives others: {listed(proof.faults)}"
     else:
         why = f"vLLM cannot reload the weights that it serves: {type(error).__name__}: {error}"

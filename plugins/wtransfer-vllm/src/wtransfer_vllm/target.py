@@ -15,8 +15,8 @@ from wtransfer.weight_sync.worker.served_target import ServedTarget
 
 from wtransfer_vllm.checkpoint import find_checkpoint
 from wtransfer_vllm.proof import prove
+from wtransfer_vllm.reach import check_reach
 from wtransfer_vllm.reload import ReloadError, forget_parts, reload
-from wtransfer_vllm.unregistered import find_unregistered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -80,8 +80,7 @@ class VllmTarget(ServedTarget):
             begun = time.monotonic()
             try:
                 self._check_replicas()
-                self._check_hook()
-                self._check_unregistered()
+                check_reach(self._model)
                 prove(self._model, self._vllm_config, self._served())
             except ReloadError as error:
                 self._refusal = str(error)
@@ -141,24 +140,6 @@ class VllmTarget(ServedTarget):
                     "could pass experts of two versions. Run replicas as servers of their own, or "
                     "tensor-parallel ranks"
                 )
-
-    def _check_hook(self) -> None:
-        """Refuse a model that vLLM finishes once it is loaded, and not once it is reloaded."""
-        if hasattr(self._model, "process_weights_after_loading"):
-            raise ReloadError(
-                f"{type(self._model).__name__} takes no update: vLLM calls its "
-                "process_weights_after_loading() after the first load only, so what that makes of "
-                "the weights would stay that of the old ones"
-            )
-
-    def _check_unregistered(self) -> None:
-        """Refuse a model that computes with modules which are not registered in it."""
-        for path, module in find_unregistered(self._model):
-            raise ReloadError(
-                f"{type(self._model).__name__} takes no update: {path} ({type(module).__name__}) "
-                "is no registered module of it, so neither an update nor vLLM's reload reaches it, "
-                "and it would compute with its old weights"
-            )
 
 
 class SeedTarget:

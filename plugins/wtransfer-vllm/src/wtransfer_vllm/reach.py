@@ -1,7 +1,10 @@
-"""Find the modules of a model that no reload reaches, for no module has them as its own.
+"""What a model computes with and no reload reaches: such a model takes no update.
 
-A reload knows the modules that are attributes of others, as `named_modules()` does. A head that a
-plain mapping, a list or a function holds computes as well, and keeps the weights of the first load.
+* A module that no other has registered: a head in a plain dictionary, a list or a function.
+* A copy of weights that a layer makes once, at its first step or as it is loaded first.
+* What a model makes once it is loaded, in a method that vLLM calls after the first load only.
+
+`wtransfer_vllm.proof` compares what a reload does reach.
 """
 
 from __future__ import annotations
@@ -13,8 +16,22 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from wtransfer_vllm.reload import ReloadError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+FINISHING = "process_weights_after_loading"
+"""Method of a model that vLLM calls after the first load only."""
+MADE_ONCE = (
+    "_combined_gate_weight",
+    "_merged_conv_weight",
+    "_transformed_l1_weights",
+    "_wp_fp32",
+)
+"""Attributes of vLLM's layers that are copies of weights, unless they are None."""
+SCALES_MADE_ONCE = ("bmm1_scale", "bmm2_scale", "softmax_scale")
+"""Attributes of attention kernels that have the scales of a quantised KV cache in them."""
 
 NOT_ENTERED = (
     "logging",
@@ -28,6 +45,43 @@ NOT_ENTERED = (
 )
 """Packages of classes that hold no module of a model but by way of the whole engine."""
 CONTAINERS = (list, tuple, set, frozenset, deque)
+
+
+def check_reach(model: nn.Module) -> None:
+    """Raise if a model computes with something that no reload reaches.
+
+    Args:
+        model: The model, after its first step.
+
+    Raises:
+        ReloadError: It does; the text names it.
+    """
+    refused = f"{type(model).__name__} takes no update: "
+    if hasattr(model, FINISHING):
+        raise ReloadError(
+            f"{refused}vLLM calls its {FINISHING}() after the first load only, so what that makes "
+            "of the weights would stay that of the old ones"
+        )
+    for path, module in find_unregistered(model):
+        raise ReloadError(
+            f"{refused}{path} ({type(module).__name__}) is no registered module of it, so neither "
+            "an update nor vLLM's reload reaches it, and it would compute with its old weights"
+        )
+    for name, layer in model.named_modules():
+        for attribute in made_once(layer):
+            raise ReloadError(
+                f"{refused}layer {name!r} keeps {attribute}, made of weights once and by no reload"
+            )
+
+
+def made_once(layer: nn.Module) -> Iterator[str]:
+    """Yield the attributes of a layer that are made of weights and never made anew."""
+    held = vars(layer)
+    yield from (name for name in MADE_ONCE if held.get(name) is not None)
+    scales = (held.get(f"_{each}_scale_float") for each in "qkv")
+    if any(scale not in (None, 1.0) for scale in scales):
+        kernel = getattr(held.get("impl"), "__dict__", {})
+        yield from (f"impl.{name}" for name in SCALES_MADE_ONCE if kernel.get(name) is not None)
 
 
 def find_unregistered(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -1,4 +1,4 @@
-"""Modules that a model computes with and has not registered, by each way to hold them."""
+"""What a model computes with and no reload reaches, by each way to hold it."""
 
 import functools
 import types
@@ -13,7 +13,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed: tests/make_env.py ENV
 
 from vllm.config import CompilationConfig
 
-from wtransfer_vllm.unregistered import find_unregistered
+from wtransfer_vllm.reach import MADE_ONCE, check_reach, find_unregistered
+from wtransfer_vllm.reload import ReloadError
 
 
 class Model(nn.Module):
@@ -130,3 +131,33 @@ def test_variable_of_a_closure_that_is_not_set_yet_holds_nothing():
         late = model.layer
 
     make()
+
+
+@pytest.mark.parametrize("name", MADE_ONCE)
+def test_copy_of_weights_that_a_layer_makes_once_is_refused_as_soon_as_it_is_there(name):
+    model = Model()
+    setattr(model.layer, name, None)
+    check_reach(model)
+    setattr(model.layer, name, torch.ones(1))
+    with pytest.raises(ReloadError, match=f"Model takes no update: layer 'layer' keeps {name}, "):
+        check_reach(model)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "scale", "is_refused"),
+    [
+        ({"bmm1_scale": 0.5, "bmm2_scale": 1.0}, 2.0, True),
+        ({"bmm1_scale": 0.5, "bmm2_scale": 1.0}, 1.0, False),
+        ({"bmm1_scale": None}, 2.0, False),
+        ({}, 2.0, False),
+    ],
+)
+def test_scales_of_kv_that_a_kernel_has_taken_in_are_refused(kernel, scale, is_refused):
+    model = Model()
+    model.layer.impl = types.SimpleNamespace(**kernel)
+    model.layer._q_scale_float, model.layer._k_scale_float = 1.0, scale
+    if is_refused:
+        with pytest.raises(ReloadError, match=r"layer 'layer' keeps impl\.bmm1_scale, "):
+            check_reach(model)
+    else:
+        check_reach(model)
