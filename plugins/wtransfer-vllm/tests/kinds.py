@@ -1,11 +1,13 @@
-"""Kinds of models beside those that go on with a text, each tiny and of random weights.
+"""Kinds of models beside those that write text, each tiny and of random weights.
 
-`make` writes a model; `live/host.py` asks it (`ask`), by requests that are JSON.
+`make` writes a model; `live/host.py` asks it (`ask`), by requests that are JSON. README.md has a
+row for each, which `test_live_kinds.py` proves.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import string
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -92,6 +94,8 @@ class Kind(NamedTuple):
     """Writes further files."""
     refused: str | None = None
     """Words of the refusal; None: it takes updates."""
+    why: str = ""
+    """Why it is refused, for a reader."""
 
 
 def _rows(generator: torch.Generator, *shape: int) -> torch.Tensor:
@@ -178,6 +182,7 @@ KINDS = {
         "embed",
         files=_dense,
         refused=r"poolers_by_task\[.* \(Linear\) is no registered module",
+        why="the layer is no registered module",
     ),
     "late interaction": Kind(
         "qwen3",
@@ -194,6 +199,7 @@ KINDS = {
         "token_embed",
         options={"pooler_config": {"task": "token_embed"}},
         refused="--no-enable-flash-late-interaction",
+        why="see `--no-enable-flash-late-interaction`",
     ),
     # vLLM makes its last layer as it loads, and its reload does not know it.
     "late interaction by ColBERT": Kind(
@@ -205,6 +211,7 @@ KINDS = {
         prefix="bert.",
         more=lambda generator: {"linear.weight": _rows(generator, 32, HIDDEN)},
         refused="vLLM cannot reload the weights that it serves",
+        why="vLLM cannot reload it",
     ),
     "several vectors": Kind(
         "xlm-roberta",
@@ -213,6 +220,7 @@ KINDS = {
         "token_embed",
         files=_heads_in_files,
         refused=r"BgeM3EmbeddingModel.*layer '.*_linear', .* received no elements",
+        why="its heads are in files of their own",
     ),
     "sparse embeddings": Kind(
         "bert",
@@ -288,6 +296,17 @@ KINDS = {
     ),
 }
 """Name -> kind."""
+PLACE = re.compile(r"(?<=<!-- kinds -->\n).*?(?=<!-- end -->)", re.DOTALL)
+"""Place of the table in README.md."""
+
+
+def table() -> str:
+    """Return the table of README.md."""
+    rows = ["| kind | run as | update |", "|---|---|---|"]
+    for name, kind in KINDS.items():
+        result = f"refused: {kind.why}" if kind.refused else "right"
+        rows.append(f"| {name} | {kind.architecture} | {result} |")
+    return "\n".join(rows) + "\n"
 
 
 def make(folder: Path, name: str, seed: int) -> Path:

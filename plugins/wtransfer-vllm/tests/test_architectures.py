@@ -4,6 +4,7 @@ import json
 import shutil
 
 import architectures
+import kinds
 
 ROWS = [
     *({"name": name, "result": "right", "why": None} for name in ("update", "way back")),
@@ -26,6 +27,11 @@ def test_the_table_in_the_readme_is_made_of_what_the_command_has_entered():
 
 def test_every_architecture_has_been_run():
     assert json.loads(architectures.FOUND.read_text()).keys() == architectures.CASES.keys()
+
+
+def test_table_of_kinds_in_the_readme_is_that_of_the_kinds_that_are_run():
+    (shown,) = kinds.PLACE.findall(architectures.README.read_text())
+    assert shown == kinds.table()
 
 
 def test_worst_row_of_a_column_is_entered_with_the_first_of_its_reasons(tmp_path, monkeypatch):
