@@ -10,7 +10,7 @@ import torch
 
 from wtransfer.transport.tensors import PLAIN_TYPES
 from wtransfer.weight_sync.checkpoint_form import Formed, KnownForm, ModuleForm
-from wtransfer.weight_sync.storages import group_storages, only_tensors
+from wtransfer.weight_sync.storages import group_storages, only_tensors, unwrap
 from wtransfer.weight_sync.trainer.quantised import quantised
 from wtransfer.weights import ParamMeta, WeightSource
 
@@ -95,7 +95,15 @@ class ModuleSource(StateDictSource):
 
     def __init__(self, module: nn.Module, form: Form | None = None) -> None:
         super().__init__({})
+        self._module = module
         self._module_form = ModuleForm(module, form)
+
+    @property
+    def config(self) -> Mapping[str, Any] | None:
+        """Configuration that transformers writes with such a model; None: it is not one of its."""
+        config = getattr(unwrap(self._module), "config", None)
+        to_dict = getattr(config, "to_diff_dict", None)
+        return to_dict() if callable(to_dict) else None
 
     def _formed(self) -> Formed:
         return self._module_form.formed()
