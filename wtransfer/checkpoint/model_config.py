@@ -21,7 +21,7 @@ CONFIG_NAME = "config.json"
 """File of a checkpoint with its model's configuration."""
 MAX_CONFIG_NBYTES = 64 << 20
 """Largest configuration on disk, in bytes: some list every layer that is not quantised."""
-MAX_LAYERS = 1 << 16
+MAX_LAYERS = 1 << 20
 """Most layers: a class that reads the number may make an entry for each."""
 MAX_SHOWN = 80
 """Longest value that a difference shows, in characters."""
