@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from wtransfer import CheckpointSource
+from wtransfer import CheckpointSource, ParamMeta, StreamSource
 from wtransfer.checkpoint.versions import VersionStore
 from wtransfer.errors import SchemaError, SourceError
 from wtransfer.testing.contents import contents
@@ -148,6 +148,15 @@ def test_wrappers_are_looked_through():
     compiled = torch.compile(Model(), backend="eager")
     assert config_of(as_source(compiled)) == TEXT
     assert config_of(ShardedSource(Model(), store=object())) == TEXT
+
+
+def test_stream_has_the_one_that_it_is_given():
+    source, tensors = StreamSource(), Model().state_dict()
+    metadata = [ParamMeta(name, each.dtype, tuple(each.shape)) for name, each in tensors.items()]
+    for config, text in ((None, ""), (CONFIG, TEXT)):
+        source.config = config
+        with source.round(metadata, tensors.items()):
+            assert config_of(source) == text
 
 
 @pytest.mark.parametrize("config", [None, {"eps": 1}, object()])
