@@ -138,7 +138,10 @@ def test_version_on_disk_keeps_the_configuration(fleet, tmp_path):
     made.publish("v2")
     store = VersionStore(tmp_path / "store")
     kept = [CheckpointSource(store.root / each.folder) for each in store.versions()]
-    assert [config_of(each) for each in kept] == [TEXT, TEXT.replace("1e-05", "1e-06")]
+    texts = [TEXT, TEXT.replace("1e-05", "1e-06")]
+    assert [config_of(each) for each in kept] == texts
+    # A worker that follows the folder has the plan of the manifest.
+    assert [each.manifest.manifest.config for each in kept] == texts
     target.heard.clear()
     made.finish(made.publisher.rollback("v1", wait=False))
     assert target.heard == [TEXT]
@@ -148,6 +151,19 @@ def test_wrappers_are_looked_through():
     compiled = torch.compile(Model(), backend="eager")
     assert config_of(as_source(compiled)) == TEXT
     assert config_of(ShardedSource(Model(), store=object())) == TEXT
+
+
+def test_class_without_defaults_tells_every_entry():
+    class Needy(Configuration):
+        def to_diff_dict(self):
+            raise TypeError("missing 1 required positional argument")
+
+        def to_dict(self):
+            return dict(self.entries)
+
+    model = Model()
+    model.config = Needy()
+    assert config_of(as_source(model)) == TEXT
 
 
 def test_stream_has_the_one_that_it_is_given():

@@ -101,9 +101,15 @@ class ModuleSource(StateDictSource):
     @property
     def config(self) -> Mapping[str, Any] | None:
         """Configuration that transformers writes with such a model; None: it is not one of its."""
-        config = getattr(unwrap(self._module), "config", None)
-        to_dict = getattr(config, "to_diff_dict", None)
-        return to_dict() if callable(to_dict) else None
+        config: Any = getattr(unwrap(self._module), "config", None)
+        if not hasattr(config, "to_diff_dict"):
+            return None
+        try:
+            found: Mapping[str, Any] = config.to_diff_dict()
+        except Exception:
+            # A class that cannot be made without arguments has no defaults to leave out.
+            found = config.to_dict()
+        return found
 
     def _formed(self) -> Formed:
         return self._module_form.formed()
