@@ -1,6 +1,6 @@
-"""The configuration of a checkpoint's model: what beside its weights decides what it computes.
+"""The configuration of a checkpoint's model, read, written canonically and compared.
 
-Plain data, without the library that has written it: a serving engine's own class reads it.
+Plain data: the classes of its entries belong to serving engines and training libraries.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ MAX_SHOWN = 80
 """Longest value that a difference shows, in characters."""
 
 NOT_COMPARED = (
-    # Where it was read from and by what, and the classes of files beside it.
+    # Paths, versions, and the classes of files beside it.
     *("_*", "name_or_path", "transformers_version", "transformers.js_config", "unsloth_*"),
     *("architectures", "auto_map", "tokenizer_class", "processor_class"),
-    # How a model is executed, which is each side's own: dtypes are those of the tensors.
+    # Execution, which each side chooses; dtypes are checked with the tensors.
     *("dtype", "torch_dtype", "*attn_implementation*", "experts_implementation", "use_cache"),
     *("use_flash_attention*", "output_*", "return_dict", "use_return_dict", "torchscript"),
     *("use_bfloat16", "tf_legacy_loss", "pretraining_tp", "chunk_size_feed_forward"),
-    # What only training uses.
+    # Training alone.
     *("*dropout*", "*pdrop", "*layerdrop", "*drop_rate", "drop_path*", "gradient_checkpointing*"),
     *("initializer*", "*_initializer*", "init_*", "*_init", "*_init_*", "seq_aux"),
     *("*aux_loss*", "*z_loss*", "*loss_coef*", "*loss_weight*", "router_*loss*"),
-    # Names of classes, of which the number is that of a tensor's rows.
+    # Names of classes; their number is checked with the tensors.
     *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task"),
-    # Tokens that end, begin or fill a text, and what belongs to generation.
+    # Tokens that end, begin or fill a text, and other settings of generation.
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id"),
     *("mask_token_id", "unk_token_id", "decoder_start_token_id", "forced_*_token_id"),
     *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "task_specific_params"),
@@ -51,8 +51,8 @@ NOT_COMPARED = (
     # Checked with the tensors.
     *("quantization_config", "compression_config", "quantization", "tie_*"),
 )
-"""Patterns of entries, at any depth, of which a difference changes nothing that is served, or is
-found elsewhere."""
+"""Patterns of entries, at any depth: their differences change nothing that is served, or are found
+by another check."""
 
 
 def read_config(folder: Folder, *, follow_links: bool = True) -> dict[str, Any] | None:
@@ -109,7 +109,7 @@ def compared(value: Any) -> Any:
 
 
 def differences(own: Mapping[str, Any], received: Mapping[str, Any]) -> list[str]:
-    """Return a line for each entry, by its path, of which two configurations have other values.
+    """Return a line for each entry, by its path, that has other values in two configurations.
 
     None is as good as no entry.
 

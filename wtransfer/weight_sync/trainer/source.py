@@ -100,7 +100,7 @@ class ModuleSource(StateDictSource):
 
     @property
     def config(self) -> Mapping[str, Any] | None:
-        """Configuration that transformers writes with such a model; None: it is not one of its."""
+        """Configuration as transformers saves it; None: the model is none of transformers."""
         config: Any = getattr(unwrap(self._module), "config", None)
         if not hasattr(config, "to_diff_dict"):
             return None

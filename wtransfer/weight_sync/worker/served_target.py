@@ -55,7 +55,7 @@ class ServedTarget(ABC):
     def check_config(self, text: str) -> list[str]:
         """Raise if an update was trained by another configuration than the checkpoint's.
 
-        Both are compared as they are written: what the engine's user overrides is in neither.
+        Both are compared as they are written, without the overrides of the engine's user.
 
         Args:
             text: The update's, as JSON.
