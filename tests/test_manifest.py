@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from wtransfer.errors import LimitError, ManifestError, ProtocolError
 from wtransfer.manifest import (
     DTYPES,
+    MAX_CONFIG_LENGTH,
     MAX_PIECES,
     Identities,
     KeptPiece,
@@ -151,6 +152,22 @@ def test_a_scheme_that_is_no_short_text_is_refused(scheme):
 
 def test_scheme_is_part_of_the_identity_and_not_of_the_fingerprint():
     plain, named = Manifest(PIECES), Manifest(PIECES, scheme="fp8:block128x128")
+    assert plain.identity() != named.identity()
+    assert fingerprint(plain, DIGESTS) == fingerprint(named, DIGESTS)
+
+
+@pytest.mark.parametrize("config", ["x" * (MAX_CONFIG_LENGTH + 1), {"a": 1}, None])
+def test_a_configuration_that_is_no_text_of_its_size_is_refused(config):
+    Manifest(PIECES, config="x" * MAX_CONFIG_LENGTH).check()
+    with pytest.raises(ManifestError, match="is no text of at most 1,048,576 characters"):
+        Manifest(PIECES, config=config).check()
+    frame = pack_frame(20, 1, msgspec.msgpack.encode(Plan("r", "v", Manifest((), config=config))))
+    with pytest.raises(ProtocolError, match="Plan that is not valid"):
+        list(FrameReader(CODEC).feed(frame))
+
+
+def test_configuration_is_part_of_the_identity_and_not_of_the_fingerprint():
+    plain, named = Manifest(PIECES), Manifest(PIECES, config='{"rope_theta":1.0}')
     assert plain.identity() != named.identity()
     assert fingerprint(plain, DIGESTS) == fingerprint(named, DIGESTS)
 

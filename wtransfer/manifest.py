@@ -32,6 +32,8 @@ MAX_NBYTES = 2**63 - 1
 """Largest piece or update, in bytes."""
 MAX_SCHEME_LENGTH = 128
 """Longest text of a quantisation scheme, in characters."""
+MAX_CONFIG_LENGTH = 1 << 20
+"""Longest text of a model's configuration, in characters."""
 DIGEST_LENGTH = 32
 """Hexadecimal digits of a digest, for every algorithm."""
 
@@ -137,6 +139,9 @@ class Manifest(msgspec.Struct, frozen=True):
     part of the fingerprint, which the bytes of each scheme have for themselves."""
     kept: Annotated[tuple[KeptPiece, ...], msgspec.Meta(max_length=MAX_PIECES)] = ()
     """The rest of the set, which stays as it is. With it the fingerprint is that of the whole."""
+    config: Annotated[str, msgspec.Meta(max_length=MAX_CONFIG_LENGTH)] = ""
+    """Canonical text of the model's configuration; empty where the source has none. No part of the
+    fingerprint, which is that of weights."""
 
     @property
     def whole(self) -> tuple[Piece, ...]:
@@ -170,6 +175,11 @@ class Manifest(msgspec.Struct, frozen=True):
             raise ManifestError(
                 f"the scheme {_short(self.scheme)} is no text of at most {MAX_SCHEME_LENGTH} "
                 "characters"
+            )
+        if not isinstance(self.config, str) or len(self.config) > MAX_CONFIG_LENGTH:
+            raise ManifestError(
+                f"the configuration {_short(self.config)} is no text of at most "
+                f"{MAX_CONFIG_LENGTH:,} characters"
             )
         for piece in whole:
             piece.check()

@@ -61,7 +61,9 @@ class WeightSource(Protocol):
     memory (`CheckpointSource` is one).
 
     A source of quantised weights may have ``scheme``, the canonical text of the quantisation: a
-    worker whose target states another refuses the plan.
+    worker whose target states another refuses the plan. It may have ``config``, the entries of the
+    model's ``config.json``, or None: serving engines refuse an update of another configuration than
+    that of the checkpoint they serve.
     """
 
     @property
@@ -98,11 +100,13 @@ class WeightTarget(Protocol):
     Methods run on the thread that owns the model, except `schema`, which may run on the session's
     thread at any time.
 
-    Five optional members: ``forget()``, called when the model has lost its weights otherwise than
+    Six optional members: ``forget()``, called when the model has lost its weights otherwise than
     by a commit: a target that keeps the set applied last, for `capture`, drops it then;
     ``vouched_as``, the object by which `process_weights` knows the model, where that is not the
     target itself; ``scheme``, how the weights of an update must be quantised (empty: any way that
-    has the names, dtypes and shapes of `schema`); ``base()``, called as `schema` is, which returns
+    has the names, dtypes and shapes of `schema`); ``check_config(text)``, called as `schema` is
+    with the configuration of an update (JSON), which raises a `SchemaError` if the model computes
+    by another, else returns notes for the report; ``base()``, called as `schema` is, which returns
     the tensors that the worker began with, by name, where they outlive every update (a checkpoint
     on disk), else None: what an update leaves as it is, is proven and applied from there; and
     ``proven``, false where the model may compute with other weights than those it was given: its KV

@@ -23,7 +23,6 @@ from wtransfer.testing.contents import contents
 from wtransfer.testing.fakes import MemoryEngine
 from wtransfer.weight_sync.worker import committer as committer_module
 from wtransfer.weight_sync.worker import staging as staging_module
-from wtransfer.weight_sync.worker.session import is_cast_allowed
 from wtransfer.weight_sync.worker.target import StateDictTarget
 from wtransfer.weight_version import ProcessWeights
 
@@ -422,20 +421,3 @@ def test_round_runs_where_bytes_in_text_are_errors():
         env=os.environ,
     )
     assert (ran.returncode, ran.stderr) == (0, "")
-
-
-@pytest.mark.parametrize(
-    ("value", "allowed"), [(None, False), ("", False), ("0", False), ("1", True)]
-)
-def test_variable_of_a_serving_engine_allows_a_cast(monkeypatch, value, allowed):
-    if value is None:
-        monkeypatch.delenv("WTRANSFER_VLLM_CAST", raising=False)
-    else:
-        monkeypatch.setenv("WTRANSFER_VLLM_CAST", value)
-    assert is_cast_allowed("WTRANSFER_VLLM_CAST") is allowed
-
-
-def test_variable_that_says_neither_is_refused_by_name(monkeypatch):
-    monkeypatch.setenv("WTRANSFER_VLLM_CAST", "yes")
-    with pytest.raises(ValueError, match="WTRANSFER_VLLM_CAST is 'yes', expected 0 or 1"):
-        is_cast_allowed("WTRANSFER_VLLM_CAST")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wtransfer.checkpoint.file_state import file_states
 from wtransfer.checkpoint.source import CheckpointSource
@@ -14,7 +14,7 @@ from wtransfer.transport.tensors import dtype_name
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from wtransfer.manifest import Algorithm
     from wtransfer.weights import ParamMeta
@@ -38,6 +38,25 @@ class BaseCheckpoint:
         self._metas = {meta.name: meta for meta in self._source.metadata}
         self._digests: dict[tuple[str, Algorithm], str] = {}
         self._files = file_states(self._source.files)
+
+    def config(self, own: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """Return the configuration of the whole: the checkpoint's, with the trainer's own in it.
+
+        Args:
+            own: Configuration of the model in training, which may be a part of the whole.
+
+        Raises:
+            SourceError: The checkpoint's cannot be read.
+        """
+        whole = self._source.config
+        if own is None or whole is None:
+            return own if whole is None else whole
+        kind = own.get("model_type")
+        if whole.get("model_type") == kind:
+            return own
+        parts = [name for name, each in whole.items() if isinstance(each, dict)]
+        mine = [name for name in parts if whole[name].get("model_type", "") == kind]
+        return {**whole, **dict.fromkeys(mine[:1], own)}
 
     def kept(
         self,

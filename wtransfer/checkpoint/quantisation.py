@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
 import torch
 
+from wtransfer.checkpoint.model_config import CONFIG_NAME, read_config
 from wtransfer.checkpoint.source import CheckpointSource
 from wtransfer.errors import SourceError, StorageError
 from wtransfer.transport.files import Folder
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 
     from wtransfer.weights import ParamMeta
 
-CONFIG_NAME = "config.json"
-"""File of a checkpoint that states its scheme."""
-MAX_CONFIG_NBYTES = 64 << 20
-"""Largest configuration, in bytes: some list every layer that is not quantised."""
 CHUNK_NBYTES = 1 << 20
 """Bytes of a weight that are in work at a time."""
 KNOWN = "compressed-tensors of 8 bits (symmetric, not packed) and fp8, activations dynamic"
@@ -229,9 +225,8 @@ def read_quantised(
 def _settings(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     try:
         with Folder(folder, follow=True) as opened:
-            raw = opened.read(CONFIG_NAME, MAX_CONFIG_NBYTES, follow=True)
-        config = {} if raw is None else msgspec.json.decode(raw, type=dict[str, Any])
-    except (StorageError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            config = read_config(opened) or {}
+    except StorageError as error:
         raise SourceError(f"'{folder}/{CONFIG_NAME}' cannot be read: {error}") from error
     text = config.get("text_config")
     inner = text.get("quantization_config") if isinstance(text, dict) else None

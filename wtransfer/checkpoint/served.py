@@ -37,6 +37,8 @@ class ServedCheckpoint(Mapping[str, "torch.Tensor"]):
 
     def __init__(self, folder: Path, *, tied: bool = False) -> None:
         self._source = CheckpointSource(folder, sealed=False)
+        self.config = self._source.config
+        """Content of its ``config.json``; None if there is none."""
         self._tied = tied
         self._states = file_states(self._source.files)
         self._names = frozenset(meta.name for meta in self._source.metadata)

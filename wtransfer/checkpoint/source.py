@@ -10,10 +10,11 @@ import contextlib
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
+from wtransfer.checkpoint.model_config import parse_config, read_config
 from wtransfer.checkpoint.safetensors import (
     INDEX_NAME,
     SUFFIX,
@@ -26,6 +27,7 @@ from wtransfer.checkpoint.safetensors import (
 from wtransfer.errors import ManifestError, SourceError, StorageError, TruncatedError
 from wtransfer.manifest import (
     DIGEST_LENGTH,
+    MAX_CONFIG_LENGTH,
     MAX_PIECES,
     MAX_RANK,
     MAX_SCHEME_LENGTH,
@@ -93,6 +95,8 @@ class ManifestFile(msgspec.Struct, frozen=True):
     """How the weights are quantised, as the round said that brought them; else empty."""
     kept: Annotated[tuple[SealedPiece, ...], msgspec.Meta(max_length=MAX_PIECES)] = ()
     """The rest of the set, which the round that brought them left as it was: not in the files."""
+    config: Annotated[str, msgspec.Meta(max_length=MAX_CONFIG_LENGTH)] = ""
+    """Configuration of the model, as the round said that brought them; else empty."""
 
     @classmethod
     def of(cls, version: str | None, manifest: Manifest, digests: Sequence[str]) -> ManifestFile:
@@ -114,6 +118,7 @@ class ManifestFile(msgspec.Struct, frozen=True):
             pieces=tuple(SealedPiece(p.name, p.dtype, p.shape, digest) for p, digest in rows),
             scheme=manifest.scheme,
             kept=tuple(SealedPiece(p.name, p.dtype, p.shape, digest) for p, digest in kept),
+            config=manifest.config,
         )
 
     @property
@@ -123,7 +128,13 @@ class ManifestFile(msgspec.Struct, frozen=True):
         kept = tuple(
             KeptPiece(Piece(each.name, each.dtype, each.shape), each.digest) for each in self.kept
         )
-        return Manifest(pieces, algorithm=self.algorithm, scheme=self.scheme, kept=kept)
+        return Manifest(
+            pieces,
+            algorithm=self.algorithm,
+            scheme=self.scheme,
+            kept=kept,
+            config=self.config,
+        )
 
     @property
     def digests(self) -> list[str]:
@@ -209,6 +220,7 @@ class CheckpointSource:
         if not single and not path.is_dir():
             raise SourceError(f"{str(path)!r} is no checkpoint: no such file or directory")
         self._folder = path.parent if single else path
+        self._is_single = single
         self._follow_links = follow_links
         self._metas: dict[str, ParamMeta] = {}
         self._file_of: dict[str, str] = {}
@@ -302,6 +314,29 @@ class CheckpointSource:
     def scheme(self) -> str:
         """How the weights are quantised, by the manifest; empty where that does not say."""
         return "" if self.manifest is None else self.manifest.scheme
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """The model's configuration: the folder's ``config.json``, else the manifest's, else None.
+
+        Beside a single file it may be that of other files.
+
+        Raises:
+            SourceError: There is one, and it cannot be read.
+        """
+        found = None
+        if not self._is_single:
+            with self._opened("") as folder:
+                found = read_config(folder, follow_links=self._follow_links)
+        if found is None and self.manifest is not None and self.manifest.config:
+            try:
+                found = parse_config(self.manifest.config)
+            except ValueError as error:
+                raise SourceError(
+                    f"'{self._folder}/{MANIFEST_NAME}' has no configuration that can be read: "
+                    f"{error}"
+                ) from error
+        return found
 
     def kept(self, algorithm: Algorithm) -> tuple[KeptPiece, ...]:
         """Return the rest of the set, which the files do not have, by the manifest.

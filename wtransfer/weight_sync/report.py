@@ -121,6 +121,9 @@ class Report:
     not look for them (``nonfinite="allow"``)."""
     dry_run: bool = False
     """True if the round was to end before the commit."""
+    with_config: bool = False
+    """True if the update had its model's configuration, which serving engines compare with that of
+    their checkpoint; a plain mapping or module has none."""
 
     @property
     def outcome(self) -> str:

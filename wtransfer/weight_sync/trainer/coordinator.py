@@ -881,6 +881,7 @@ class Coordinator:
             packed_s=self.packed_s or 0.0,
             nonfinite=dict(self._runner.source.nonfinite),
             dry_run=self.dry_run,
+            with_config=self._layout is not None and bool(self._layout.manifest.config),
         )
 
     def _note_left_out(self) -> None:

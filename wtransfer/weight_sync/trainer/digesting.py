@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
+from wtransfer.checkpoint.model_config import canonical_config
 from wtransfer.errors import RoundAbortedError, SourceError, WTransferError
 from wtransfer.manifest import Algorithm, KeptPiece, Manifest, Piece
 from wtransfer.transport.digests import Digested, copy_digest, digest
@@ -105,10 +106,13 @@ class DigestingSource:
             known = zip(self.layout.names, self.layout.dtypes, self.layout.shapes, strict=True)
             scheme = getattr(self._source, "scheme", "")
             kept = self._kept(metadata)
-            told = (self.manifest.scheme, self.manifest.kept)
-            if rows != list(known) or (scheme, kept) != told:
+            config = self._config()
+            told = (self.manifest.scheme, self.manifest.kept, self.manifest.config)
+            if rows != list(known) or (scheme, kept, config) != told:
                 pieces = tuple(Piece(name, dtype_name(dtype), shape) for name, dtype, shape in rows)
-                manifest = Manifest(pieces, self._algorithm, scheme=scheme, kept=kept)
+                manifest = Manifest(
+                    pieces, self._algorithm, scheme=scheme, kept=kept, config=config
+                )
                 manifest.check()
                 self.layout = TensorLayout(manifest)
                 if kept:
@@ -130,6 +134,13 @@ class DigestingSource:
             return () if states is None else tuple(states(self._algorithm))
         tied = getattr(self._source, "tied_names", ())
         return self._base.kept(metadata, tied, self._algorithm, self.note_progress)
+
+    def _config(self) -> str:
+        """Return the canonical configuration of the model; empty where none is known."""
+        found = getattr(self._source, "config", None)
+        if self._base is not None and self._source is self._own:
+            found = self._base.config(found)
+        return canonical_config(found) if found else ""
 
     def read_from(self, source: WeightSource) -> None:
         """Read the user's weights by way of another source, in this round and from then on."""

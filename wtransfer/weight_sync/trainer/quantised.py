@@ -61,6 +61,11 @@ class QuantisedSource:
         return getattr(self.source, "tied_names", ())
 
     @property
+    def config(self) -> Mapping[str, Any] | None:
+        """Configuration of the model in training."""
+        return getattr(self.source, "config", None)
+
+    @property
     def metadata(self) -> Sequence[ParamMeta]:
         """Name, dtype and shape of what travels.
 

@@ -144,6 +144,11 @@ class ShardedSource:
         return getattr(self._source, "tied_names", ())
 
     @property
+    def config(self) -> Mapping[str, Any] | None:
+        """Configuration of the model in training."""
+        return getattr(self._source, "config", None)
+
+    @property
     def metadata(self) -> Sequence[ParamMeta]:
         """Metadata of the source; moves no data and asks no other rank."""
         # Kept for the pass that follows: reading it costs something per tensor.

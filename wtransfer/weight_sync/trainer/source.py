@@ -10,7 +10,7 @@ import torch
 
 from wtransfer.transport.tensors import PLAIN_TYPES
 from wtransfer.weight_sync.checkpoint_form import Formed, KnownForm, ModuleForm
-from wtransfer.weight_sync.storages import group_storages, only_tensors
+from wtransfer.weight_sync.storages import group_storages, only_tensors, unwrap
 from wtransfer.weight_sync.trainer.quantised import quantised
 from wtransfer.weights import ParamMeta, WeightSource
 
@@ -95,7 +95,21 @@ class ModuleSource(StateDictSource):
 
     def __init__(self, module: nn.Module, form: Form | None = None) -> None:
         super().__init__({})
+        self._module = module
         self._module_form = ModuleForm(module, form)
+
+    @property
+    def config(self) -> Mapping[str, Any] | None:
+        """Configuration as transformers saves it; None: the model is none of transformers."""
+        config: Any = getattr(unwrap(self._module), "config", None)
+        if not hasattr(config, "to_diff_dict"):
+            return None
+        try:
+            found: Mapping[str, Any] = config.to_diff_dict()
+        except Exception:
+            # A class that cannot be made without arguments has no defaults to leave out.
+            found = config.to_dict()
+        return found
 
     def _formed(self) -> Formed:
         return self._module_form.formed()

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,7 +20,7 @@ from wtransfer.errors import RoundBusyError, SourceError, StallError
 from wtransfer.weights import ParamMeta
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,8 @@ class StreamSource:
     """
 
     def __init__(self, deadline_s: float = 30.0) -> None:
+        self.config: Mapping[str, Any] | None = None
+        """Entries of the model's ``config.json``, for the rounds to come; None: none is sent."""
         self._deadline_s = deadline_s
         self._changing = threading.Lock()
         self._pass: _Pass | None = None

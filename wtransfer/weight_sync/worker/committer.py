@@ -349,6 +349,21 @@ class Committer:
         """How the target's weights are quantised; empty where it does not say."""
         return getattr(self._target, "scheme", "")
 
+    def check_config(self, config: str) -> list[str]:
+        """Raise if the target computes by another configuration than that of an update.
+
+        Args:
+            config: The update's; empty where it has none.
+
+        Returns:
+            Notes for the publisher's report.
+
+        Raises:
+            SchemaError: The entries that differ.
+        """
+        check = getattr(self._target, "check_config", None)
+        return list(check(config)) if config and check is not None else []
+
     def prove_kept(self, manifest: Manifest, on_progress: Callable[[int], None]) -> None:
         """Raise unless this worker has every tensor of an update that does not travel.
 

@@ -88,6 +88,9 @@ class Member(Protocol):
     def scheme(self) -> str:
         """How the model's weights are quantised; empty where it does not say."""
 
+    def check_config(self, config: str) -> list[str]:
+        """Raise if the model computes by another configuration than an update's; return notes."""
+
     def prove_kept(self, manifest: Manifest, on_progress: Callable[[int], None]) -> None:
         """Raise unless this worker has every tensor of an update that does not travel."""
 
@@ -181,6 +184,7 @@ class StagedUpdate:
                 cast_hint=member.cast_hint,
                 scheme=member.scheme,
             )
+        notes += member.check_config(manifest.config)
         if manifest.kept:
             # Before it accepts, with the model as it serves; and once more as they are applied.
             member.prove_kept(manifest, self._proven)

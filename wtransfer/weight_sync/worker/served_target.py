@@ -7,9 +7,12 @@ checkpoint that the engine started from.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from wtransfer.weight_sync.worker.schema import canonical_names
+from wtransfer.checkpoint.model_config import CONFIG_NAME, compared, differences, parse_config
+from wtransfer.errors import SchemaError
+from wtransfer.weight_sync.worker.schema import MAX_LISTED, canonical_names
+from wtransfer.weight_sync.worker.session import is_set
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -18,6 +21,10 @@ if TYPE_CHECKING:
 
     from wtransfer.checkpoint.served import ServedCheckpoint
     from wtransfer.weights import TensorSpec
+
+
+CONFIG_VARIABLE = "WTRANSFER_CONFIG_MAY_DIFFER"
+"""Variable of a serving engine's environment: 1 takes updates of another configuration."""
 
 
 class ServedTarget(ABC):
@@ -37,11 +44,67 @@ class ServedTarget(ABC):
         self.applied: Mapping[str, torch.Tensor] | None = None
         """The set of which the model consists; None: none was applied, or one in part."""
         self._schema = None if checkpoint is None else checkpoint.schema()
+        self._compared: tuple[str, list[str]] = "", []
+        """The last configuration of an update, and how it differs."""
         self._touched = False
 
     def schema(self) -> Mapping[str, TensorSpec] | None:
         """Return the checkpoint's form; None: that of the last whole update."""
         return self._schema
+
+    def check_config(self, text: str) -> list[str]:
+        """Raise if an update was trained by another configuration than the checkpoint's.
+
+        Both are compared as they are written, without the overrides of the engine's user.
+
+        Args:
+            text: The update's, as JSON.
+
+        Returns:
+            Notes: what differs, where users of the engine allow that.
+
+        Raises:
+            SchemaError: The entries that differ, with both values (first 20); or it cannot be read.
+            ValueError: `CONFIG_VARIABLE` is neither 0 nor 1.
+        """
+        if self.checkpoint is None or self.checkpoint.config is None:
+            return []
+        if text != self._compared[0]:
+            self._compared = text, self._config_differences(self.checkpoint.config, text)
+        wrong = self._compared[1]
+        if not wrong:
+            return []
+        more = f"; and {len(wrong) - MAX_LISTED} more" if len(wrong) > MAX_LISTED else ""
+        shown = "; ".join(wrong[:MAX_LISTED]) + more
+        if is_set(CONFIG_VARIABLE):
+            return [f"computes by another configuration: {shown}"]
+        raise SchemaError(
+            f"the update's {CONFIG_NAME} is not that of the checkpoint: {shown}; so this server "
+            "would compute otherwise than one that starts with the update. "
+            f"{CONFIG_VARIABLE}=1 in the environment of the serving engine allows it",
+            mismatches=wrong[:MAX_LISTED],
+        )
+
+    def _config_differences(self, own: dict[str, Any], text: str) -> list[str]:
+        try:
+            received = parse_config(text)
+            # Read by one class, both would have its type.
+            kind = received.get("model_type")
+            kinds = [{"model_type": each} for each in (own.get("model_type", kind), kind)]
+            return differences(*kinds) or differences(
+                *(self.read_config(compared(each)) for each in (own, received))
+            )
+        except Exception as error:
+            # The class of another library may raise anything for what it does not expect.
+            return [f"it cannot be read ({type(error).__name__}: {error})"]
+
+    def read_config(self, config: dict[str, Any]) -> Mapping[str, Any]:
+        """Return a configuration with the engine's defaults and names, as its class reads it.
+
+        Args:
+            config: Entries of a ``config.json``, without those that are not compared.
+        """
+        return config
 
     def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load a whole set. If that fails, another whole load must follow."""

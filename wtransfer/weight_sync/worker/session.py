@@ -53,11 +53,11 @@ class ServingHost:
     """Ranks that it invites, where the address by which it is invited may report another number."""
 
 
-def is_cast_allowed(variable: str) -> bool:
-    """Return whether users of a serving engine allow `WorkerSession`'s ``cast``.
+def is_set(variable: str) -> bool:
+    """Return whether users of a serving engine have set a switch in its environment.
 
     Args:
-        variable: Variable of the engine's environment: 1 allows it, 0 or none does not.
+        variable: The switch: 1 is on, 0 or none is off.
 
     Raises:
         ValueError: It has another value.

@@ -36,7 +36,7 @@ from wtransfer import WorkerSession
 from wtransfer.errors import NotInitializedError, WTransferError
 from wtransfer.transport.handshake import resolve_token
 from wtransfer.weight_sync.http.server import WorkerServer
-from wtransfer.weight_sync.worker.session import ServingHost, is_cast_allowed
+from wtransfer.weight_sync.worker.session import ServingHost, is_set
 from wtransfer.weight_version import EMPTY_LABEL, process_weights
 
 from wtransfer_sglang.names import computing_with
@@ -245,7 +245,7 @@ class Bridge:
         self.session = session = RankSession(
             target,
             None if self._rank else self._orders,
-            cast=is_cast_allowed(CAST_VARIABLE),
+            cast=is_set(CAST_VARIABLE),
             instance=f"{socket.gethostname()}:{self._secret}",
             rank=self._rank,
             num_ranks=self._num_ranks,

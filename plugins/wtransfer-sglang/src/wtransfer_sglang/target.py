@@ -124,6 +124,12 @@ class SglangTarget(ServedTarget):
             raise SchemaError(self.refusal)
         return super().schema()
 
+    def read_config(self, config: dict[str, Any]) -> Mapping[str, Any]:
+        """Return a configuration as the class reads it by which SGLang computes."""
+        read = type(self._runner.model_config.hf_config).from_dict(config)
+        found: Mapping[str, Any] = read.to_dict()
+        return found
+
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Load a whole set, by the function that has loaded the checkpoint.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from wtransfer import WorkerSession
 from wtransfer.errors import ClosedError
-from wtransfer.weight_sync.worker.session import ServingHost, is_cast_allowed
+from wtransfer.weight_sync.worker.session import ServingHost, is_set
 
 from wtransfer_vllm.messages import Invitation, Outcome, read_invitation
 from wtransfer_vllm.reload import ReloadError
@@ -133,7 +133,7 @@ class Member:
     def _open(self, instance: str | None) -> WorkerSession:
         self.session = session = WorkerSession(
             self._target,
-            cast=is_cast_allowed(CAST_VARIABLE),
+            cast=is_set(CAST_VARIABLE),
             engines={self._engine},
             instance=instance or self._place.instance,
             rank=self._place.rank,

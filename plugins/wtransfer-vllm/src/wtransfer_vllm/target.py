@@ -64,6 +64,12 @@ class VllmTarget(ServedTarget):
         """
         reload(self._model, self._vllm_config, weights)
 
+    def read_config(self, config: dict[str, Any]) -> Mapping[str, Any]:
+        """Return a configuration as the class reads it by which vLLM computes."""
+        read = type(self._vllm_config.model_config.hf_config).from_dict(config)
+        found: Mapping[str, Any] = read.to_dict()
+        return found
+
     def prove(self) -> None:
         """Raise unless the result of `apply` is the update that was sent.
 
