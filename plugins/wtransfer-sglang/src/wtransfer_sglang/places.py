@@ -239,6 +239,26 @@ STORAGES: dict[str, tuple[str, str]] = {
     "sim": ("not of weights", "it gives back no KV that was computed"),
 }
 """HiCache's storage in SGLang -> effect of a commit, and reason."""
+OTHER_FILES: dict[str, tuple[str, Row]] = {
+    "EmbeddingGemmaModel": (
+        "projector",
+        Row(
+            "Dense layers of Sentence Transformers",
+            REFUSED,
+            "each load reads them from files that no update replaces",
+        ),
+    ),
+    "XLMRobertaModel": (
+        "_is_sparse",
+        Row(
+            "SGLANG_EMBEDDINGS_SPARSE_HEAD",
+            REFUSED,
+            "each load reads the head from a file that no update replaces",
+        ),
+    ),
+}
+"""Class of a model whose load may read other files than its weights -> attribute that says that it
+does, and the place."""
 OURS = "wtransfer_sglang.storage.TierStorage"
 UNKNOWN = (REFUSED, "by which name it finds KV, and whether it forgets, is not known")
 
@@ -253,7 +273,7 @@ def rows_of(scheduler: Any, parallel: Any, options: Any) -> list[Row]:
     """
     server = SimpleNamespace(scheduler=scheduler, parallel=parallel, options=options)
     found = [row for paths, row in OPTIONS.items() if _is_set(server, paths, row.off)]
-    return [*ALWAYS, *dict.fromkeys([*found, *_caches(server)])]
+    return [*ALWAYS, *dict.fromkeys([*found, *_files(server), *_caches(server)])]
 
 
 def refusal_of(scheduler: Any, parallel: Any, options: Any, derived: str | None) -> str | None:
@@ -273,6 +293,14 @@ def refusal_of(scheduler: Any, parallel: Any, options: Any, derived: str | None)
 def _is_set(server: Any, paths: str, off: Any) -> bool:
     values = (functools.reduce(getattr, path.split("."), server) for path in paths.split(" and "))
     return all(value and value != off for value in values)
+
+
+def _files(server: Any) -> Iterator[Row]:
+    """Return the row of a model whose load reads other files than its weights."""
+    model = server.scheduler.tp_worker.model_runner.model
+    attribute, row = OTHER_FILES.get(type(model).__qualname__, ("", None))
+    if row is not None and getattr(model, attribute, None):
+        yield row
 
 
 def _caches(server: Any) -> Iterator[Row]:

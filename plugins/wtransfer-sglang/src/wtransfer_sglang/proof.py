@@ -15,6 +15,8 @@ import torch
 from wtransfer.errors import WTransferError
 from wtransfer.transport.digests import digest
 
+from wtransfer_sglang.unregistered import unregistered
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -81,7 +83,8 @@ def prove(model: nn.Module, load: Callable[[], object]) -> None:
     first load (`note_built`), as with tables of rotary embeddings: it was not made of the weights.
     A table that was cast or has got longer since counts as well. Tensors of integers are not
     inverted, for the load may look up memory by them; one that the first load has made is a fault.
-    Copies that a step makes are seen if there was one, as where graphs have been captured.
+    Copies that a step makes are seen if there was one, as where graphs have been captured. A module
+    that the model computes with, and that is none of its modules, is a fault by itself.
 
     The model is not written to, and serves the same before and after.
 
@@ -96,6 +99,12 @@ def prove(model: nn.Module, load: Callable[[], object]) -> None:
 
     Cost: one load, memory of the host for one copy of the model, two digests and one comparison.
     """
+    name = type(model).__name__
+    if (hidden := next(unregistered(model), None)) is not None:
+        raise LoadError(
+            f"{name} takes no update: it computes with {hidden}, which is no registered module of "
+            "it, so whether a load renews that is not known"
+        )
     state = _State(model)
     fault: str | None = None
     cause: Exception | None = None
@@ -109,7 +118,6 @@ def prove(model: nn.Module, load: Callable[[], object]) -> None:
         cause = error
     finally:
         state.restore()
-    name = type(model).__name__
     if has_begun and (changed := state.changed()) is not None:
         raise ServedWeightsError(
             f"SGLang's load has written to the weights that {name} serves, past the model's own "

@@ -1,0 +1,111 @@
+"""Modules that a model computes with and has not registered: no proof would compare them."""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NOT_ENTERED = (
+    type,
+    types.BuiltinFunctionType,
+    types.CodeType,
+    types.ModuleType,
+    weakref.ReferenceType,
+    weakref.ProxyType,
+    weakref.CallableProxyType,
+    torch.distributed.ProcessGroup,
+)
+"""Types of what holds no part of a model."""
+NOT_ENTERED_NAMES = frozenset(
+    {
+        "sglang.srt.configs.model_config.ModelConfig",
+        "sglang.srt.distributed.parallel_state.GroupCoordinator",
+        "sglang.srt.layers.attention.base_attn_backend.AttentionBackend",
+        "sglang.srt.model_executor.forward_context.ForwardContext",
+        "sglang.srt.server_args.ServerArgs",
+        "transformers.configuration_utils.PretrainedConfig",
+    }
+)
+"""Names of further ones, which are not imported; their subclasses are not entered either."""
+
+
+def unregistered(model: nn.Module) -> Iterator[str]:
+    """Yield the modules with tensors that a model reaches, and that are none of its modules.
+
+    A module is reached by attributes, containers, bound methods, partial functions, and what
+    functions have closed over.
+
+    Yields:
+        The way to the module, and its class.
+    """
+    seen: set[int] = set()
+    level: list[tuple[str, object]] = list(model.named_modules())
+    registered = {id(each) for _, each in level}
+    while level:
+        below: list[tuple[str, object]] = []
+        for way, value in level:
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            is_new = isinstance(value, nn.Module) and id(value) not in registered
+            if is_new and _has_tensors(value):
+                yield f"{way} ({type(value).__qualname__})"
+            elif not isinstance(value, NOT_ENTERED) and not _is_named(type(value)):
+                below += [(f"{way}.{name}".lstrip("."), each) for name, each in _held(value)]
+        level = below
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+
+
+def _held(value: object) -> Iterator[tuple[str, Any]]:
+    """Yield what a value holds, by name."""
+    if isinstance(value, Mapping):
+        yield from ((str(key), each) for key, each in list(value.items()))
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        yield from ((str(number), each) for number, each in enumerate(list(value)))
+    elif isinstance(value, types.MethodType):
+        yield "__self__", value.__self__
+        yield "__func__", value.__func__
+    elif isinstance(value, functools.partial):
+        yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
+    elif isinstance(value, types.FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        yield from ((name, _content(cell)) for name, cell in cells)
+        yield from (("defaults", value.__defaults__), ("kwdefaults", value.__kwdefaults__))
+    # Some objects show another's table.
+    if type(table := getattr(value, "__dict__", None)) is dict:
+        yield from list(table.items())
+    for cls in type(value).__mro__:
+        for name in _slots(cls):
+            yield name, getattr(value, name, None)
+
+
+def _content(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the variable has no value yet
+        return None
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    # Python's own classes have such members as well, a function its globals.
+    members = vars(cls).items() if "__slots__" in vars(cls) else ()
+    return tuple(name for name, each in members if isinstance(each, types.MemberDescriptorType))
+
+
+def _is_named(cls: type) -> bool:
+    return any(
+        f"{each.__module__}.{each.__qualname__}" in NOT_ENTERED_NAMES for each in cls.__mro__
+    )
