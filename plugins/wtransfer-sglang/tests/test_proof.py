@@ -275,7 +275,10 @@ class Wrapper:
 
 
 def in_closure(head):
-    return lambda states: head(states)
+    def score(states):
+        return head(states)
+
+    return score
 
 
 def in_default(head):
@@ -337,11 +340,15 @@ def test_attribute_of_a_parameter_is_reached():
         lambda model: in_closure(model.layer),
         lambda model: functools.partial(model.head.forward),
         lambda model: weakref.ref(model.layer),
+        lambda model: weakref.proxy(model.layer),
         lambda model: [nn.SiLU(), nn.Identity()],
         lambda model: nn.Linear,
         lambda model: torch,
     ],
-    ids=["containers", "closure", "partial", "weak", "no tensors", "class", "package"],
+    ids=[
+        *("containers", "closure", "partial", "weak", "proxy"),
+        *("no tensors", "class", "package"),
+    ],
 )
 def test_registered_module_is_reached_by_any_way_and_one_without_tensors_is_no_fault(hold):
     model = Model()
@@ -357,3 +364,9 @@ def test_module_in_one_without_tensors_is_found():
     activation.held = [nn.Linear(2, 2)]
     model.held = [activation]
     assert list(unregistered(model)) == ["held.0.held.0 (Linear)"]
+
+
+def test_proxy_of_what_is_gone_is_not_entered():
+    model = Model()
+    model.held = [weakref.proxy(nn.Linear(2, 2))]
+    assert list(unregistered(model)) == []

@@ -99,25 +99,23 @@ def prove(model: nn.Module, load: Callable[[], object]) -> None:
 
     Cost: one load, memory of the host for one copy of the model, two digests and one comparison.
     """
-    name = type(model).__name__
-    if (hidden := next(unregistered(model), None)) is not None:
-        raise LoadError(
-            f"{name} takes no update: it computes with {hidden}, which is no registered module of "
-            "it, so whether a load renews that is not known"
-        )
     state = _State(model)
+    hidden: str | None = None
     fault: str | None = None
     cause: Exception | None = None
     has_begun = False
     try:
-        state.stand_in()
-        has_begun = True
-        load()
-        fault = next(state.faults(), None)
+        hidden = next(unregistered(model), None)
+        if hidden is None:
+            state.stand_in()
+            has_begun = True
+            load()
+            fault = next(state.faults(), None)
     except Exception as error:
         cause = error
     finally:
         state.restore()
+    name = type(model).__name__
     if has_begun and (changed := state.changed()) is not None:
         raise ServedWeightsError(
             f"SGLang's load has written to the weights that {name} serves, past the model's own "
@@ -130,6 +128,12 @@ def prove(model: nn.Module, load: Callable[[], object]) -> None:
             f"{name} takes no update, for its load could not be proven: {type(cause).__name__}: "
             f"{cause}. Nothing was changed, and SGLang serves on"
         ) from cause
+    if hidden is not None:
+        raise LoadError(
+            f"{name} takes no update, for it computes with {hidden}, which is none of its "
+            "registered modules: no load is known to renew it. Nothing was changed, and SGLang "
+            "serves on"
+        )
     if fault is not None:
         raise LoadError(
             f"{name} takes no update, for SGLang's load of the weights that it serves gives "

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 import weakref
 from collections import deque
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NOT_ENTERED = (
+    # First: a proxy answers for the class of what it stands for, and raises where that is gone.
+    weakref.ProxyType,
+    weakref.CallableProxyType,
+    weakref.ReferenceType,
     type,
     types.BuiltinFunctionType,
     types.CodeType,
     types.ModuleType,
-    weakref.ReferenceType,
-    weakref.ProxyType,
-    weakref.CallableProxyType,
     torch.distributed.ProcessGroup,
 )
 """Types of what holds no part of a model."""
@@ -48,30 +49,31 @@ def unregistered(model: nn.Module) -> Iterator[str]:
     Yields:
         The way to the module, and its class.
     """
-    seen: set[int] = set()
+    # The objects as well: the number of one that is gone is another's.
+    seen: dict[int, object] = {}
     level: list[tuple[str, object]] = list(model.named_modules())
     registered = {id(each) for _, each in level}
     while level:
         below: list[tuple[str, object]] = []
         for way, value in level:
-            if id(value) in seen:
+            if id(value) in seen or isinstance(value, NOT_ENTERED) or _is_named(type(value)):
                 continue
-            seen.add(id(value))
-            is_new = isinstance(value, nn.Module) and id(value) not in registered
-            if is_new and _has_tensors(value):
+            seen[id(value)] = value
+            is_other = isinstance(value, nn.Module) and id(value) not in registered
+            if is_other and _has_tensors(value):
                 yield f"{way} ({type(value).__qualname__})"
-            elif not isinstance(value, NOT_ENTERED) and not _is_named(type(value)):
+            else:
                 below += [(f"{way}.{name}".lstrip("."), each) for name, each in _held(value)]
         level = below
 
 
-def _has_tensors(module: nn.Module) -> bool:
+def _has_tensors(module: Any) -> bool:
     return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
 
 
 def _held(value: object) -> Iterator[tuple[str, Any]]:
     """Yield what a value holds, by name."""
-    if isinstance(value, Mapping):
+    if isinstance(value, (dict, types.MappingProxyType)):
         yield from ((str(key), each) for key, each in list(value.items()))
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
         yield from ((str(number), each) for number, each in enumerate(list(value)))
@@ -84,12 +86,20 @@ def _held(value: object) -> Iterator[tuple[str, Any]]:
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         yield from ((name, _content(cell)) for name, cell in cells)
         yield from (("defaults", value.__defaults__), ("kwdefaults", value.__kwdefaults__))
-    # Some objects show another's table.
-    if type(table := getattr(value, "__dict__", None)) is dict:
-        yield from list(table.items())
+    yield from list(_table(value).items())
     for cls in type(value).__mro__:
         for name in _slots(cls):
-            yield name, getattr(value, name, None)
+            with contextlib.suppress(AttributeError):  # it has no value yet
+                yield name, object.__getattribute__(value, name)
+
+
+def _table(value: object) -> dict[str, Any]:
+    try:
+        table = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    # Some objects show another's table.
+    return table if type(table) is dict else {}
 
 
 def _content(cell: types.CellType) -> object:
