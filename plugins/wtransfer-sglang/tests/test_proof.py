@@ -358,6 +358,14 @@ def test_registered_module_is_reached_by_any_way_and_one_without_tensors_is_no_f
     prove(model, lambda: write(model, weights))
 
 
+def test_module_is_found_by_a_tensor_beside_its_parameters():
+    model, activation = Model(), nn.SiLU()
+    model.held = [activation]
+    assert list(unregistered(model)) == []
+    activation.scale = torch.ones(2)
+    assert list(unregistered(model)) == ["held.0 (SiLU)"]
+
+
 def test_module_in_one_without_tensors_is_found():
     model = Model()
     activation = nn.SiLU()

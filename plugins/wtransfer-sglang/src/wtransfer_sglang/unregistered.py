@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NOT_ENTERED = (
-    # First: a proxy answers for the class of what it stands for, and raises where that is gone.
     weakref.ProxyType,
     weakref.CallableProxyType,
     weakref.ReferenceType,
@@ -56,7 +55,8 @@ def unregistered(model: nn.Module) -> Iterator[str]:
     while level:
         below: list[tuple[str, object]] = []
         for way, value in level:
-            if id(value) in seen or isinstance(value, NOT_ENTERED) or _is_named(type(value)):
+            # By type: a proxy answers for the class of what it stands for.
+            if id(value) in seen or issubclass(type(value), NOT_ENTERED) or _is_named(type(value)):
                 continue
             seen[id(value)] = value
             is_other = isinstance(value, nn.Module) and id(value) not in registered
@@ -68,7 +68,12 @@ def unregistered(model: nn.Module) -> Iterator[str]:
 
 
 def _has_tensors(module: Any) -> bool:
-    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+    tables = (
+        table
+        for each in module.modules()
+        for table in (vars(each), vars(each)["_parameters"], vars(each)["_buffers"])
+    )
+    return any(isinstance(value, torch.Tensor) for table in tables for value in table.values())
 
 
 def _held(value: object) -> Iterator[tuple[str, Any]]:
