@@ -86,7 +86,7 @@ OPTIONS: dict[str, Row] = {
     "options.speculative_algorithm": _DRAFTS,
     "scheduler.draft_worker": _DRAFTS,
     "scheduler.enable_lora": Row(
-        "--enable-lora", REFUSED, "adapters were made for the weights before"
+        "--enable-lora", REFUSED, "no commit beside adapters was shown right"
     ),
     "options.elastic_ep_backend": Row(
         "--elastic-ep-backend", REFUSED, "experts move between ranks while SGLang serves"
