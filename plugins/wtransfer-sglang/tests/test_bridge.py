@@ -8,7 +8,7 @@ from types import SimpleNamespace as Bag
 import pytest
 import torch
 import wtransfer
-from test_refusals import parts
+from plain_server import parts
 
 pytest.importorskip("sglang")
 
@@ -46,7 +46,8 @@ def opened(monkeypatch):
         at = Bag(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, dp_size=1, attn_dp_enabled=False)
         vars(at).update(parallel)
         monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: at)
-        monkeypatch.setattr("sglang.srt.runtime_context.get_exec", lambda: Bag(moe=given.experts))
+        overrides = "sglang.srt.arg_groups.overrides.resolved_view"
+        monkeypatch.setattr(overrides, lambda _: given.options)
         monkeypatch.setenv("WTRANSFER_TOKEN", TOKEN)
         monkeypatch.setenv(variable, f"unix:@wtransfer-bridge-{secrets.token_hex(6)}")
         made.append(bridge.Bridge(scheduler))
@@ -74,13 +75,13 @@ def test_only_the_first_pipeline_stage_has_a_session_and_it_refuses(opened):
     assert later.session is None
     assert later.orders_to_send() == []
     told = refusal_told_to(listen=os.environ[bridge.JOIN_VARIABLE])
-    assert "it has 2 pipeline stages" in told
+    assert "start it without --pp-size: " in told
 
 
 def test_data_parallel_attention_is_one_instance_that_refuses(opened):
     opened(bridge.LISTEN_VARIABLE, dp_size=2, attn_dp_enabled=True)
     told = refusal_told_to(hosts=[os.environ[bridge.LISTEN_VARIABLE]])
-    assert "its attention is data-parallel" in told
+    assert "data-parallel attention" in told
 
 
 def test_data_parallel_replicas_have_no_address_in_common(opened):

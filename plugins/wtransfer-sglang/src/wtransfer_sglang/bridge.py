@@ -41,7 +41,7 @@ from wtransfer.weight_version import EMPTY_LABEL, process_weights
 
 from wtransfer_sglang.names import computing_with
 from wtransfer_sglang.orders import Commit, Join, Leave, Name, Order, OrderBook
-from wtransfer_sglang.refusals import refusal_of
+from wtransfer_sglang.places import refusal_of
 from wtransfer_sglang.target import SglangTarget, vouch
 
 if TYPE_CHECKING:
@@ -76,6 +76,12 @@ REPLACING = (
     "check_weights",
 )
 """SGLang's own verbs within which the model may get other weights than those of a commit."""
+OUTPUT_LOGPROBS = tuple(
+    f"output_{kind}_logprobs_{part}"
+    for kind in ("token", "top", "token_ids")
+    for part in ("val", "idx")
+)
+"""Log probabilities that SGLang gathers for the tokens of a request."""
 _WEIGHTS = "weights"
 _GATHERED_NBYTES = 64
 
@@ -171,8 +177,9 @@ class Bridge:
     """
 
     def __init__(self, scheduler: Any) -> None:
+        from sglang.srt.arg_groups.overrides import resolved_view
         from sglang.srt.model_executor.model_runner_components import weight_updater
-        from sglang.srt.runtime_context import get_exec, get_parallel
+        from sglang.srt.runtime_context import get_parallel
 
         parallel = get_parallel()
         self._scheduler = scheduler
@@ -195,7 +202,8 @@ class Bridge:
         self._computing = computing_with(runner, parallel)
         if listen or join or scheduler.enable_hicache_storage:
             derived = weight_updater._unsupported_derived_weight_cache_error(runner.model)  # noqa: SLF001
-            target = SglangTarget(runner, refusal_of(scheduler, parallel, get_exec().moe, derived))
+            options = resolved_view(scheduler.server_args)
+            target = SglangTarget(runner, refusal_of(scheduler, parallel, options, derived))
             # Before the session: it keeps a name that was vouched for until its first commit.
             is_proven = self._all_ranks(target.refusal is None)
             if self._is_first and parallel.pp_size == 1:
@@ -373,6 +381,7 @@ class Bridge:
         scheduler.process_pending_chunked_abort()
         self._end_beams()
         scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+        self._forget_dropped()
         self._end_prefetches()
         torch.get_device_module().synchronize()
         yield
@@ -422,6 +431,24 @@ class Bridge:
             scheduler.beam_coordinator.retire_group(req)
         # Rows of members hang on the batch until the next step, those of finished searches as well.
         scheduler.running_batch.filter_batch()
+
+    def _forget_dropped(self) -> None:
+        """Drop what was gathered for tokens that SGLang has dropped.
+
+        It begins a retracted request by embeddings anew, and keeps what belongs to its tokens.
+        """
+        for req in self._waiting():
+            if req.input_embeds is not None:
+                gathered, req.customized_info = req.logprob, None
+                req.logprob = type(gathered)(
+                    top_logprobs_num=gathered.top_logprobs_num,
+                    token_ids_logprob=gathered.token_ids_logprob,
+                )
+                if req.return_logprob:
+                    for name in OUTPUT_LOGPROBS:
+                        setattr(req.logprob, name, [])
+                if req.sampling_mask_rows is not None:
+                    req.sampling_mask_rows = type(req.sampling_mask_rows)()
 
     def _in_flight(self) -> set[Any]:
         """Return the requests that hold KV cache."""

@@ -67,7 +67,7 @@ USED = (
     "sglang.srt.managers.io_struct.PauseGenerationReqInput",
     "sglang.srt.managers.io_struct.ContinueGenerationReqInput",
     "sglang.srt.runtime_context.get_parallel",
-    "sglang.srt.runtime_context.get_exec",
+    "sglang.srt.arg_groups.overrides.resolved_view",
 )
 """Further names of SGLang without which there is no fence."""
 

@@ -15,6 +15,8 @@ import torch
 from wtransfer.errors import WTransferError
 from wtransfer.transport.digests import digest
 
+from wtransfer_sglang.unregistered import unregistered
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -81,7 +83,8 @@ def prove(model: nn.Module, load: Callable[[], object]) -> None:
     first load (`note_built`), as with tables of rotary embeddings: it was not made of the weights.
     A table that was cast or has got longer since counts as well. Tensors of integers are not
     inverted, for the load may look up memory by them; one that the first load has made is a fault.
-    Copies that a step makes are seen if there was one, as where graphs have been captured.
+    Copies that a step makes are seen if there was one, as where graphs have been captured. A module
+    that the model computes with, and that is none of its modules, is a fault by itself.
 
     The model is not written to, and serves the same before and after.
 
@@ -97,14 +100,17 @@ def prove(model: nn.Module, load: Callable[[], object]) -> None:
     Cost: one load, memory of the host for one copy of the model, two digests and one comparison.
     """
     state = _State(model)
+    hidden: str | None = None
     fault: str | None = None
     cause: Exception | None = None
     has_begun = False
     try:
-        state.stand_in()
-        has_begun = True
-        load()
-        fault = next(state.faults(), None)
+        hidden = next(unregistered(model), None)
+        if hidden is None:
+            state.stand_in()
+            has_begun = True
+            load()
+            fault = next(state.faults(), None)
     except Exception as error:
         cause = error
     finally:
@@ -122,6 +128,12 @@ def prove(model: nn.Module, load: Callable[[], object]) -> None:
             f"{name} takes no update, for its load could not be proven: {type(cause).__name__}: "
             f"{cause}. Nothing was changed, and SGLang serves on"
         ) from cause
+    if hidden is not None:
+        raise LoadError(
+            f"{name} takes no update, for it computes with {hidden}, which is none of its "
+            "registered modules: no load is known to renew it. Nothing was changed, and SGLang "
+            "serves on"
+        )
     if fault is not None:
         raise LoadError(
             f"{name} takes no update, for SGLang's load of the weights that it serves gives "
