@@ -181,7 +181,7 @@ KINDS = {
         DECODER | {"head_dim": 32},
         "embed",
         files=_dense,
-        refused=r"poolers_by_task\[.* \(Linear\) is no registered module",
+        refused=r"poolers_by_task\..* \(Linear\) is no registered module",
         why="the layer is no registered module",
     ),
     "late interaction": Kind(

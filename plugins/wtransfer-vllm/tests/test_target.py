@@ -189,22 +189,6 @@ def test_model_that_vllm_finishes_after_the_first_load_takes_no_update(tmp_path)
     assert not target.proven
 
 
-class Dispatching(Model):
-    """Has a head by the name of a task, as poolers of vLLM do."""
-
-    def __init__(self):
-        super().__init__()
-        self.heads = {"embed": nn.Linear(2, 2)}
-
-
-def test_head_that_is_no_registered_module_takes_no_update(tmp_path):
-    model = Dispatching()
-    record_metadata_for_reloading(model)
-    target = make_target(model, tmp_path, CHECKPOINT)
-    with pytest.raises(ReloadError, match=r"takes no update: heads\['embed'\] \(Linear\) is no"):
-        target.prove()
-
-
 class ReadsFurtherFiles(Model):
     """vLLM reads a head from a file of its own, beside the checkpoint."""
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from wtransfer.errors import WTransferError
 from wtransfer.transport.digests import digest
-
-from wtransfer_sglang.unregistered import unregistered
+from wtransfer.weight_sync.worker.unregistered import unregistered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,6 +25,14 @@ LEVELS = 5
 """Levels of objects that may hold tensors: a layer, its method, the method's kernel, its lists."""
 TABLES = frozenset({"_parameters", "_buffers"})
 """A layer's own tables of tensors; what they hold is an attribute of the layer."""
+NOT_ENTERED = (
+    "sglang.srt.configs.model_config.ModelConfig",
+    "sglang.srt.distributed.parallel_state.GroupCoordinator",
+    "sglang.srt.layers.attention.base_attn_backend.AttentionBackend",
+    "sglang.srt.model_executor.forward_context.ForwardContext",
+    "sglang.srt.server_args.ServerArgs",
+)
+"""Classes of SGLang's that hold more than one model."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> dtype of its bits."""
 
@@ -105,7 +112,7 @@ def prove(model: nn.Module, load: Callable[[], object]) -> None:
     cause: Exception | None = None
     has_begun = False
     try:
-        hidden = next(unregistered(model), None)
+        hidden = next(unregistered(model, NOT_ENTERED), None)
         if hidden is None:
             state.stand_in()
             has_begun = True

@@ -1,4 +1,8 @@
-"""Modules that a model computes with and has not registered: no proof would compare them."""
+"""Modules that a model computes with and has not registered: no update reaches them.
+
+Engines load, and proofs compare, what `named_modules` shows. A head that a plain dictionary, a list
+or a function holds computes as well, and keeps the weights of the first load.
+"""
 
 from __future__ import annotations
 
@@ -26,28 +30,34 @@ NOT_ENTERED = (
     torch.distributed.ProcessGroup,
 )
 """Types of what holds no part of a model."""
-NOT_ENTERED_NAMES = frozenset(
-    {
-        "sglang.srt.configs.model_config.ModelConfig",
-        "sglang.srt.distributed.parallel_state.GroupCoordinator",
-        "sglang.srt.layers.attention.base_attn_backend.AttentionBackend",
-        "sglang.srt.model_executor.forward_context.ForwardContext",
-        "sglang.srt.server_args.ServerArgs",
-        "transformers.configuration_utils.PretrainedConfig",
-    }
+NAMES_NOT_ENTERED = (
+    "logging",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.fx",
+    "transformers.configuration_utils",
 )
-"""Names of further ones, which are not imported; their subclasses are not entered either."""
+"""Packages and classes of further ones, which may not be there."""
+TABLES = ("_parameters", "_buffers", "_modules")
+"""Attributes of a module that hold what it has registered."""
 
 
-def unregistered(model: nn.Module) -> Iterator[str]:
+def unregistered(model: nn.Module, not_entered: tuple[str, ...] = ()) -> Iterator[str]:
     """Yield the modules with tensors that a model reaches, and that are none of its modules.
 
     A module is reached by attributes, containers, bound methods, partial functions, and what
     functions have closed over.
 
+    Args:
+        model: The model.
+        not_entered: Names of packages and of classes of the serving engine whose objects, and those
+            of their subclasses, hold more than the model.
+
     Yields:
-        The way to the module, and its class.
+        The way to the module, and its class, such as ``pooler.heads.embed (Linear)``.
     """
+    names = NAMES_NOT_ENTERED + not_entered
+    is_entered = functools.cache(functools.partial(_is_entered, names))
     # The objects as well: the number of one that is gone is another's.
     seen: dict[int, object] = {}
     level: list[tuple[str, object]] = list(model.named_modules())
@@ -56,29 +66,27 @@ def unregistered(model: nn.Module) -> Iterator[str]:
         below: list[tuple[str, object]] = []
         for way, value in level:
             # By type: a proxy answers for the class of what it stands for.
-            if id(value) in seen or issubclass(type(value), NOT_ENTERED) or _is_named(type(value)):
+            if id(value) in seen or not is_entered(type(value)):
                 continue
             seen[id(value)] = value
             is_other = isinstance(value, nn.Module) and id(value) not in registered
             if is_other and _has_tensors(value):
                 yield f"{way} ({type(value).__qualname__})"
-            else:
-                below += [(f"{way}.{name}".lstrip("."), each) for name, each in _held(value)]
+            below += [(f"{way}.{name}".lstrip("."), each) for name, each in _held(value)]
         level = below
 
 
 def _has_tensors(module: Any) -> bool:
-    tables = (
-        table
-        for each in module.modules()
-        for table in (vars(each), vars(each)["_parameters"], vars(each)["_buffers"])
-    )
-    return any(isinstance(value, torch.Tensor) for table in tables for value in table.values())
+    """Return whether a module has tensors of its own, with memory: its parts may be registered."""
+    own = dict(_attributes(module)).values()
+    return any(isinstance(value, torch.Tensor) and not value.is_meta for value in own)
 
 
 def _held(value: object) -> Iterator[tuple[str, Any]]:
     """Yield what a value holds, by name."""
-    if isinstance(value, (dict, types.MappingProxyType)):
+    if isinstance(value, dict):
+        yield from ((str(key), each) for key, each in list(dict.items(value)))
+    elif isinstance(value, types.MappingProxyType):
         yield from ((str(key), each) for key, each in list(value.items()))
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
         yield from ((str(number), each) for number, each in enumerate(list(value)))
@@ -91,7 +99,16 @@ def _held(value: object) -> Iterator[tuple[str, Any]]:
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         yield from ((name, _content(cell)) for name, cell in cells)
         yield from (("defaults", value.__defaults__), ("kwdefaults", value.__kwdefaults__))
-    yield from list(_table(value).items())
+    yield from _attributes(value)
+
+
+def _attributes(value: object) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of an object; of a module what it has registered as well."""
+    table = _table(value)
+    if isinstance(value, nn.Module):
+        for name in TABLES:
+            yield from list(table[name].items())
+    yield from ((name, each) for name, each in list(table.items()) if name not in TABLES)
     for cls in type(value).__mro__:
         for name in _slots(cls):
             with contextlib.suppress(AttributeError):  # it has no value yet
@@ -120,7 +137,7 @@ def _slots(cls: type) -> tuple[str, ...]:
     return tuple(name for name, each in members if isinstance(each, types.MemberDescriptorType))
 
 
-def _is_named(cls: type) -> bool:
-    return any(
-        f"{each.__module__}.{each.__qualname__}" in NOT_ENTERED_NAMES for each in cls.__mro__
-    )
+def _is_entered(names: tuple[str, ...], cls: type) -> bool:
+    own = [f"{each.__module__}.{each.__qualname__}." for each in cls.__mro__]
+    is_named = any(each.startswith(f"{name}.") for each in own for name in names)
+    return not is_named and not issubclass(cls, NOT_ENTERED)
