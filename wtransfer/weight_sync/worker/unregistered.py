@@ -57,7 +57,7 @@ def unregistered(model: nn.Module, not_entered: tuple[str, ...] = ()) -> Iterato
         The way to the module, and its class, such as ``pooler.heads.embed (Linear)``.
     """
     names = NAMES_NOT_ENTERED + not_entered
-    is_entered = functools.cache(functools.partial(_is_entered, names))
+    is_entered: dict[type, bool] = {}
     # The objects as well: the number of one that is gone is another's.
     seen: dict[int, object] = {}
     level: list[tuple[str, object]] = list(model.named_modules())
@@ -65,13 +65,15 @@ def unregistered(model: nn.Module, not_entered: tuple[str, ...] = ()) -> Iterato
     while level:
         below: list[tuple[str, object]] = []
         for way, value in level:
-            # By type: a proxy answers for the class of what it stands for.
-            if id(value) in seen or not is_entered(type(value)):
+            cls = type(value)  # a proxy answers for the class of what it stands for
+            if cls not in is_entered:
+                is_entered[cls] = _is_entered(cls, names)
+            if id(value) in seen or not is_entered[cls]:
                 continue
             seen[id(value)] = value
             is_other = isinstance(value, nn.Module) and id(value) not in registered
             if is_other and _has_tensors(value):
-                yield f"{way} ({type(value).__qualname__})"
+                yield f"{way} ({cls.__qualname__})"
             below += [(f"{way}.{name}".lstrip("."), each) for name, each in _held(value)]
         level = below
 
@@ -137,7 +139,7 @@ def _slots(cls: type) -> tuple[str, ...]:
     return tuple(name for name, each in members if isinstance(each, types.MemberDescriptorType))
 
 
-def _is_entered(names: tuple[str, ...], cls: type) -> bool:
+def _is_entered(cls: type, names: tuple[str, ...]) -> bool:
     own = [f"{each.__module__}.{each.__qualname__}." for each in cls.__mro__]
     is_named = any(each.startswith(f"{name}.") for each in own for name in names)
     return not is_named and not issubclass(cls, NOT_ENTERED)
