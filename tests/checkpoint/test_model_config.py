@@ -5,6 +5,7 @@ import json
 import math
 
 import pytest
+import torch
 
 from wtransfer.checkpoint.model_config import (
     canonical_config,
@@ -48,6 +49,10 @@ COMPARED = (
     *("norm_topk_prob", "routed_scaling_factor", "attention_bias", "max_position_embeddings"),
     *("image_token_id", "query_pre_attn_scalar", "final_logit_softcapping", "layer_types"),
     *("num_hidden_layers", "partial_rotary_factor", "scale_factor", "router_jitter_noise"),
+    # Names that are like those of training, or of what a model tells.
+    *("output_multiplier", "output_gate_type", "output_stride", "sparse_init_block", "init_blocks"),
+    *("index_init_tokens", "token_dropout", "moe_token_dropout", "_rope_scaling", "problem_type"),
+    *("moe_topk", "top_k_experts"),
 )
 
 
@@ -65,6 +70,48 @@ def test_entry_that_decides_what_is_computed_is_compared_by_its_path(name):
         f"text_config.{name} is 1 here and 2 in the update"
     ]
     assert differences({}, {name: "x"}) == [f"{name} is not set here and 'x' in the update"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        ("roberta", "pad_token_id"),
+        ("bert", "cls_token_id"),
+        ("hrm_text", "initializer_range"),
+        ("longcat_flash_ngram", "eos_token_id"),
+    ],
+)
+def test_entry_with_which_some_models_compute_is_compared_for_those(model_type, name):
+    for kind, lines in (
+        (model_type, [f"text_config.{name} is 1 here and 2 in the update"]),
+        ("llama", []),
+    ):
+        own, received = ({"text_config": {"model_type": kind, name: value}} for value in (1, 2))
+        assert differences(own, received) == lines
+
+
+def test_entries_that_older_releases_wrote_into_every_part_are_false():
+    older = {"add_cross_attention": False, "is_decoder": False, "is_encoder_decoder": False}
+    assert differences({"text_config": older}, {"text_config": {}}) == []
+    assert differences({}, {"is_decoder": True}) == [
+        "is_decoder is not set here and True in the update"
+    ]
+    assert differences({"attention_bias": False}, {}) != []
+
+
+class Number:
+    """A number of another library."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def item(self):
+        return self.value
+
+
+def test_numbers_of_other_libraries_are_numbers():
+    assert canonical_config({"a": Number(2), "b": Number(object())}) == '{"a":2,"b":null}'
+    assert canonical_config({"a": torch.tensor(0.5), "b": torch.ones(2)}) == '{"a":0.5,"b":null}'
 
 
 def test_text_is_the_same_for_equal_configurations():
@@ -116,6 +163,24 @@ def test_positions_are_one_entry_however_a_release_writes_them(older, newer):
     assert differences(older | {"rope_theta": 5e5}, newer) == [
         "rope_parameters.rope_theta is 500000.0 here and 10000.0 in the update"
     ]
+
+
+@pytest.mark.parametrize(
+    ("own", "received"),
+    [
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, {}),
+        ({"rope_scaling": [4]}, {"rope_scaling": [8]}),
+        ({"rope_theta": 1e4, "rope_scaling": [4]}, {"rope_theta": 1e4}),
+        ({"parts": [{"rope_theta": 1e4}]}, {"parts": [{"rope_theta": 5e5}]}),
+        (
+            {"rope_parameters": {"rope_type": "default"}, "rope_theta": 1e4},
+            {"rope_parameters": {"rope_type": "default"}, "rope_theta": 5e5},
+        ),
+    ],
+)
+def test_positions_in_a_form_of_their_own_are_compared_as_they_are(own, received):
+    assert differences(own, received) != []
+    assert differences(own, own) == differences(received, received) == []
 
 
 def test_numbers_are_compared_and_not_how_they_are_written():

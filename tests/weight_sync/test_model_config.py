@@ -13,6 +13,7 @@ from torch import nn
 from wtransfer import CheckpointSource, ParamMeta, StreamSource
 from wtransfer.checkpoint.versions import VersionStore
 from wtransfer.errors import SchemaError, SourceError
+from wtransfer.manifest import MAX_CONFIG_LENGTH
 from wtransfer.testing.contents import contents
 from wtransfer.weight_sync.trainer.digesting import DigestingSource
 from wtransfer.weight_sync.trainer.publisher import BaseCheckpoint
@@ -107,6 +108,31 @@ def test_another_configuration_is_refused_before_any_byte_moves(fleet):
     report = made.publish("v3")
     assert report.workers[0].notes == ["another eps"]
     assert report.fingerprint == first.fingerprint
+
+
+def broken(_):
+    raise ArithmeticError("a class of another library")
+
+
+def circle():
+    entries = {}
+    entries["self"] = entries
+    return entries
+
+
+@pytest.mark.parametrize("kind", ["long", "circle", "raises"])
+def test_configuration_that_cannot_be_sent_ends_no_round(fleet, kind, caplog, monkeypatch):
+    model, target = Model(), Serving()
+    if kind == "raises":
+        monkeypatch.setattr(Configuration, "to_diff_dict", broken)
+        monkeypatch.setattr(Configuration, "to_dict", broken, raising=False)
+    else:
+        model.config.entries = circle() if kind == "circle" else {"a": "x" * MAX_CONFIG_LENGTH}
+    made = fleet(model)
+    made.join(target)
+    report = made.publish("v1")
+    assert (report.ok, report.with_config, target.heard) == (True, False, [])
+    assert "the model's configuration is not sent: " in caplog.text
 
 
 def test_source_without_a_configuration_is_not_compared(fleet):
@@ -204,6 +230,7 @@ def test_sealed_text_that_is_no_configuration_is_an_error(folder):
 
 
 PART = {"model_type": "part", "eps": 2.0}
+FLAT = {"model_type": "whole", "eps": 1.0, "scale": 3}
 WHOLE = {"model_type": "whole", "text": {"model_type": "part", "eps": 1.0}, "scale": 3}
 
 
@@ -214,6 +241,7 @@ WHOLE = {"model_type": "whole", "text": {"model_type": "part", "eps": 1.0}, "sca
         ({"model_type": "whole", "scale": 4}, WHOLE, {"model_type": "whole", "scale": 4}),
         (PART, WHOLE, WHOLE | {"text": PART}),
         ({"model_type": "other"}, WHOLE, WHOLE),
+        (PART, FLAT, FLAT | {"eps": 2.0}),
         (PART, None, PART),
         (None, None, None),
     ],

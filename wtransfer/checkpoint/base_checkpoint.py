@@ -56,7 +56,11 @@ class BaseCheckpoint:
             return own
         parts = [name for name, each in whole.items() if isinstance(each, dict)]
         mine = [name for name in parts if whole[name].get("model_type", "") == kind]
-        return {**whole, **dict.fromkeys(mine[:1], own)}
+        if mine:
+            return {**whole, mine[0]: own}
+        # Written flat: entries of the part stand beside those of the whole.
+        same = {name: each for name, each in own.items() if name in whole and name != "model_type"}
+        return {**whole, **same}
 
     def kept(
         self,

@@ -129,6 +129,70 @@ def test_what_does_not_compute_with_weights_is_left_alone(held):
     assert list(unregistered(model)) == []
 
 
+class Odd:
+    """Raises wherever it is asked."""
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+    def __eq__(self, other):
+        raise RuntimeError("eq")
+
+    __hash__ = None
+
+    def __str__(self):
+        raise RuntimeError("str")
+
+    @property
+    def __dict__(self):
+        raise RuntimeError("dict")
+
+
+class OddKey(Odd):
+    def __eq__(self, other):
+        return self is other
+
+    def __hash__(self):
+        return 1
+
+
+class OddList(list):
+    def __iter__(self):
+        raise RuntimeError("iter")
+
+
+class Unfinished(nn.Module):
+    def __init__(self):
+        pass
+
+
+def table_of_positions():
+    table = nn.Module()
+    table.register_buffer("cos", torch.ones(2), persistent=False)
+    return table
+
+
+ODD = {
+    "odd": Odd,
+    "key": lambda: {OddKey(): 1},
+    "list": lambda: OddList([1]),
+    "unfinished": Unfinished,
+    "scripted": lambda: torch.jit.script(nn.Linear(2, 2)),
+    "traced": lambda: torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)),
+    "positions": lambda: [table_of_positions()],
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_odd_objects_are_looked_at_without_their_code(name):
+    model, held = Model(), ODD[name]()
+    model.__dict__["held"] = held
+    assert list(unregistered(model)) == []
+    model.__dict__["head"] = [held, nn.Linear(2, 2)]
+    assert list(unregistered(model)) == ["head.1 (Linear)"]
+
+
 @pytest.mark.parametrize("name", ["scale", "buffer"])
 def test_tensor_beside_the_parameters_is_enough(name):
     model, head = Model(), nn.SiLU()

@@ -12,7 +12,7 @@ import torch
 
 from wtransfer.checkpoint.model_config import canonical_config
 from wtransfer.errors import RoundAbortedError, SourceError, WTransferError
-from wtransfer.manifest import Algorithm, KeptPiece, Manifest, Piece
+from wtransfer.manifest import MAX_CONFIG_LENGTH, Algorithm, KeptPiece, Manifest, Piece
 from wtransfer.transport.digests import Digested, copy_digest, digest
 from wtransfer.transport.layout import TensorLayout
 from wtransfer.transport.memory import is_out_of_memory
@@ -136,11 +136,22 @@ class DigestingSource:
         return self._base.kept(metadata, tied, self._algorithm, self.note_progress)
 
     def _config(self) -> str:
-        """Return the canonical configuration of the model; empty where none is known."""
-        found = getattr(self._source, "config", None)
-        if self._base is not None and self._source is self._own:
-            found = self._base.config(found)
-        return canonical_config(found) if found else ""
+        """Return the canonical configuration of the model; empty where none is known, or fits."""
+        try:
+            found = getattr(self._source, "config", None)
+            if self._base is not None and self._source is self._own:
+                found = self._base.config(found)
+            text = canonical_config(found) if found else ""
+        except SourceError:
+            raise
+        except Exception as error:
+            # It is made by a class of another library, and no update depends on it.
+            logger.warning("the model's configuration is not sent: %s", error)
+            return ""
+        if len(text) > MAX_CONFIG_LENGTH:
+            logger.warning("the model's configuration is not sent: it has %d characters", len(text))
+            return ""
+        return text
 
     def read_from(self, source: WeightSource) -> None:
         """Read the user's weights by way of another source, in this round and from then on."""

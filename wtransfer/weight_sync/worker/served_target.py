@@ -9,7 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from wtransfer.checkpoint.model_config import CONFIG_NAME, compared, differences, parse_config
+from wtransfer.checkpoint.model_config import (
+    CONFIG_NAME,
+    canonical_config,
+    compared,
+    differences,
+    parse_config,
+)
 from wtransfer.errors import SchemaError
 from wtransfer.weight_sync.worker.schema import MAX_LISTED, canonical_names
 from wtransfer.weight_sync.worker.session import is_set
@@ -87,10 +93,12 @@ class ServedTarget(ABC):
 
     def _config_differences(self, own: dict[str, Any], text: str) -> list[str]:
         try:
+            if text == canonical_config(own):
+                return []
             received = parse_config(text)
             # Read by one class, both would have its type.
-            kind = received.get("model_type")
-            kinds = [{"model_type": each} for each in (own.get("model_type", kind), kind)]
+            kind = received.get("model_type") or None
+            kinds = [{"model_type": each} for each in (own.get("model_type") or kind, kind)]
             return differences(*kinds) or differences(
                 *(self.read_config(compared(each)) for each in (own, received))
             )

@@ -35,9 +35,13 @@ NAMES_NOT_ENTERED = (
     "torch._dynamo",
     "torch._inductor",
     "torch.fx",
+    "torch.jit",
     "transformers.configuration_utils",
 )
 """Packages and classes of further ones, which may not be there."""
+CONTAINERS = (list, tuple, set, frozenset, deque)
+LEAVES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+"""Types of what holds nothing at all."""
 TABLES = ("_parameters", "_buffers", "_modules")
 """Attributes of a module that hold what it has registered."""
 
@@ -71,33 +75,46 @@ def unregistered(model: nn.Module, not_entered: tuple[str, ...] = ()) -> Iterato
             if id(value) in seen or not is_entered[cls]:
                 continue
             seen[id(value)] = value
-            is_other = isinstance(value, nn.Module) and id(value) not in registered
+            is_other = issubclass(cls, nn.Module) and id(value) not in registered
             if is_other and _has_tensors(value):
                 yield f"{way} ({cls.__qualname__})"
-            below += [(f"{way}.{name}".lstrip("."), each) for name, each in _held(value)]
+            below += [
+                (f"{way}.{name}".lstrip("."), each)
+                for name, each in _held(value)
+                if type(each) not in LEAVES
+            ]
         level = below
 
 
 def _has_tensors(module: Any) -> bool:
-    """Return whether a module has tensors of its own, with memory: its parts may be registered."""
-    own = dict(_attributes(module)).values()
-    return any(isinstance(value, torch.Tensor) and not value.is_meta for value in own)
+    """Return whether a module has tensors of its own, with memory: its parts may be registered.
+
+    Buffers that no state has are computed from settings, as the tables of positions are.
+    """
+    computed = _table(module).get("_non_persistent_buffers_set", ())
+    return any(
+        isinstance(value, torch.Tensor) and not value.is_meta
+        for name, value in _attributes(module)
+        if name not in computed
+    )
 
 
-def _held(value: object) -> Iterator[tuple[str, Any]]:
+def _held(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield what a value holds, by name."""
-    if isinstance(value, dict):
-        yield from ((str(key), each) for key, each in list(dict.items(value)))
-    elif isinstance(value, types.MappingProxyType):
-        yield from ((str(key), each) for key, each in list(value.items()))
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        yield from ((str(number), each) for number, each in enumerate(list(value)))
-    elif isinstance(value, types.MethodType):
+    cls = type(value)
+    if issubclass(cls, dict):
+        yield from ((_shown(key), each) for key, each in list(dict.items(value)))
+    elif issubclass(cls, types.MappingProxyType):
+        yield from ((_shown(key), each) for key, each in list(value.items()))
+    elif issubclass(cls, CONTAINERS):
+        (kind,) = (each for each in CONTAINERS if issubclass(cls, each))
+        yield from ((str(number), each) for number, each in enumerate(list(kind.__iter__(value))))
+    elif issubclass(cls, types.MethodType):
         yield "__self__", value.__self__
         yield "__func__", value.__func__
-    elif isinstance(value, functools.partial):
+    elif issubclass(cls, functools.partial):
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
-    elif isinstance(value, types.FunctionType):
+    elif issubclass(cls, types.FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         yield from ((name, _content(cell)) for name, cell in cells)
         yield from (("defaults", value.__defaults__), ("kwdefaults", value.__kwdefaults__))
@@ -107,9 +124,9 @@ def _held(value: object) -> Iterator[tuple[str, Any]]:
 def _attributes(value: object) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of an object; of a module what it has registered as well."""
     table = _table(value)
-    if isinstance(value, nn.Module):
+    if issubclass(type(value), nn.Module):
         for name in TABLES:
-            yield from list(table[name].items())
+            yield from list(table.get(name, {}).items())
     yield from ((name, each) for name, each in list(table.items()) if name not in TABLES)
     for cls in type(value).__mro__:
         for name in _slots(cls):
@@ -120,10 +137,15 @@ def _attributes(value: object) -> Iterator[tuple[str, Any]]:
 def _table(value: object) -> dict[str, Any]:
     try:
         table = object.__getattribute__(value, "__dict__")
-    except AttributeError:
+    except Exception:
+        # It has none, or shows one by code of its own.
         return {}
     # Some objects show another's table.
     return table if type(table) is dict else {}
+
+
+def _shown(key: object) -> str:
+    return str(key) if type(key) in LEAVES else type(key).__qualname__
 
 
 def _content(cell: types.CellType) -> object:

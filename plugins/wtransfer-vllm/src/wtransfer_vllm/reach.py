@@ -51,7 +51,13 @@ def check_reach(model: nn.Module) -> None:
             f"{refused}vLLM calls its {FINISHING}() after the first load only, so what that makes "
             "of the weights would stay that of the old ones"
         )
-    for found in unregistered(model, NOT_ENTERED):
+    try:
+        found = next(unregistered(model, NOT_ENTERED), None)
+    except Exception as error:
+        # An object of a model may raise anything as it is looked at.
+        why = f"{type(error).__name__}: {error}"
+        raise ReloadError(f"{refused}its modules could not be searched: {why}") from error
+    if found is not None:
         raise ReloadError(
             f"{refused}{found} is no registered module of it, so neither an update nor vLLM's "
             "reload reaches it, and it would compute with its old weights"
