@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ class BaseCheckpoint:
         Raises:
             SourceError: The checkpoint's cannot be read.
         """
-        whole = self._source.config
+        whole = self._own_config
         if own is None or whole is None:
             return own if whole is None else whole
         kind = own.get("model_type")
@@ -61,6 +62,10 @@ class BaseCheckpoint:
         # Written flat: entries of the part stand beside those of the whole.
         same = {name: each for name, each in own.items() if name in whole and name != "model_type"}
         return {**whole, **same}
+
+    @functools.cached_property
+    def _own_config(self) -> Mapping[str, Any] | None:
+        return self._source.config
 
     def kept(
         self,

@@ -166,36 +166,28 @@ def _speech(folder: Path, _: torch.Generator) -> None:
 
 POOLING = {"runner": "pooling", "dtype": "float32", "max_num_seqs": 1}
 """Options of vLLM for a kind with a task: one request after the other."""
+QWEN = ("qwen3", "Qwen3ForCausalLM", DECODER | {"head_dim": 32})
+"""A model that writes text; vLLM takes its last states for embeddings."""
 IN_PARTS = {"max_num_batched_tokens": 128}
 KINDS = {
-    "embeddings": Kind(
-        "qwen3", "Qwen3ForCausalLM", DECODER | {"head_dim": 32}, "embed", options=IN_PARTS
-    ),
-    "embeddings of tokens": Kind(
-        "qwen3", "Qwen3ForCausalLM", DECODER | {"head_dim": 32}, "token_embed", options=IN_PARTS
-    ),
+    "embeddings": Kind(*QWEN, "embed", options=IN_PARTS),
+    "embeddings of tokens": Kind(*QWEN, "token_embed", options=IN_PARTS),
     "embeddings by a bidirectional model": Kind("bert", "BertModel", TEXT, "embed"),
     "embeddings behind a Dense layer": Kind(
-        "qwen3",
-        "Qwen3ForCausalLM",
-        DECODER | {"head_dim": 32},
+        *QWEN,
         "embed",
         files=_dense,
         refused=r"poolers_by_task\..* \(Linear\) is no registered module",
         why="the layer is no registered module",
     ),
     "late interaction": Kind(
-        "qwen3",
-        "Qwen3ForCausalLM",
-        DECODER | {"head_dim": 32},
+        *QWEN,
         "token_embed",
         options=IN_PARTS
         | {"pooler_config": {"task": "token_embed", "enable_flash_late_interaction": False}},
     ),
     "late interaction in the workers": Kind(
-        "qwen3",
-        "Qwen3ForCausalLM",
-        DECODER | {"head_dim": 32},
+        *QWEN,
         "token_embed",
         options={"pooler_config": {"task": "token_embed"}},
         refused="--no-enable-flash-late-interaction",

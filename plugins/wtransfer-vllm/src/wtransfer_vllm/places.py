@@ -197,31 +197,31 @@ def check_places(vllm_config: Any) -> None:
 
 
 def _is_set(vllm_config: Any, path: str) -> bool:
-    value = functools.reduce(
-        lambda found, name: getattr(found, name, None), path.split("."), vllm_config
-    )
+    value = _value(vllm_config, path)
     # vLLM enters its own scheduler by name.
     is_vllms = path.endswith("_cls") and isinstance(value, str) and value.startswith("vllm.")
     return bool(value) and not is_vllms
 
 
-def _scores_tokens(vllm_config: Any) -> bool:
-    model_config = getattr(vllm_config, "model_config", None)
-    pooler = getattr(model_config, "pooler_config", None)
-    if not getattr(pooler, "enable_flash_late_interaction", False):
-        return False
-    asked = getattr(pooler, "task", None)
-    return asked == "token_embed" or (
-        asked is None and getattr(model_config, "score_type", None) == "late-interaction"
+def _value(vllm_config: Any, path: str) -> Any:
+    """Return a field of a configuration; None if a release, or a section, does not have it."""
+    return functools.reduce(
+        lambda found, name: getattr(found, name, None), path.split("."), vllm_config
     )
+
+
+def _scores_tokens(vllm_config: Any) -> bool:
+    if not _value(vllm_config, "model_config.pooler_config.enable_flash_late_interaction"):
+        return False
+    asked = _value(vllm_config, "model_config.pooler_config.task")
+    kind = _value(vllm_config, "model_config.score_type")
+    return asked == "token_embed" or (asked is None and kind == "late-interaction")
 
 
 def _freezes(vllm_config: Any) -> bool:
-    device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
-    options = getattr(
-        getattr(vllm_config, "compilation_config", None), "inductor_compile_config", {}
-    )
-    return device == "cpu" and bool(options.get("max_autotune"))
+    options = _value(vllm_config, "compilation_config.inductor_compile_config") or {}
+    is_cpu = _value(vllm_config, "device_config.device_type") == "cpu"
+    return is_cpu and bool(options.get("max_autotune"))
 
 
 def _connectors(transfer: Mapping[str, Any]) -> Iterator[Row]:

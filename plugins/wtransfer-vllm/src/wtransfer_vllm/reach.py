@@ -31,7 +31,6 @@ MADE_ONCE = (
 """Attributes of vLLM's layers that are copies of weights, unless they are None."""
 SCALES_MADE_ONCE = ("bmm1_scale", "bmm2_scale", "softmax_scale")
 """Attributes of attention kernels that have the scales of a quantised KV cache in them."""
-
 NOT_ENTERED = ("vllm.compilation", "vllm.config", "vllm.forward_context")
 """Packages of vLLM's whose objects hold more than one model."""
 
