@@ -67,9 +67,11 @@ class Fleet:
         if how == "kill":
             return puppet.kill()
         if how == "leave":
-            puppet.go_on()
             begun = time.monotonic()
-            puppet.ask("end")
+            # Before it goes on, or its round may be over by the time that it hears this.
+            puppet.order("end")
+            puppet.go_on()
+            puppet.answer()
             assert puppet.ended - begun < self.soon_s
             return begun
         number = {"stop": signal.SIGSTOP, "term": signal.SIGTERM}[how]
