@@ -176,7 +176,11 @@ def test_damaged_page_is_a_miss_until_it_is_stored_anew(opened, monkeypatch):
     assert second.batch_exists(KEYS) == 3
     assert second.batch_get_v1(KEYS, indices((1, 6, 3))) == [False] * 3
     assert second.batch_exists(KEYS) == 0
+    # The puts end after the call: no call but a look-up hears of it.
+    held_tier.held.add("put")
     store(second, pages=(1, 6, 3))
+    assert second.batch_exists(KEYS) == 0
+    held_tier.gate.set()
     until(lambda: second.batch_exists(KEYS) == 3)
     assert first.batch_get_v1(KEYS, indices((1, 6, 3))) == [True] * 3
 

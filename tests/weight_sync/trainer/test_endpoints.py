@@ -52,7 +52,7 @@ def absent():
     return "unix:@wt-test-absent"
 
 
-def test_two_workers_of_one_name_are_numbered(start_worker, weights):
+def test_two_workers_of_one_name_are_numbered(start_worker, weights, until):
     workers = [start_worker(name="same") for _ in range(2)]
     hosts = [each.address for each in workers]
     with Publisher(weights, hosts=hosts, return_s=0) as publisher:
@@ -62,6 +62,7 @@ def test_two_workers_of_one_name_are_numbered(start_worker, weights):
         assert {each.host for each in report.workers} == {each.address for each in workers}
         # The proof of one does not count for the other.
         workers[0].close()
+        until(lambda: [*publisher.hosts] == hosts[1:])
         with pytest.raises(HostsError, match=f"{workers[0].address} is absent"):
             publisher.publish("v2")
     assert [contents(each.tensors) for each in workers] == [contents(weights)] * 2

@@ -273,6 +273,8 @@ class TierStorage(HiCacheStorage):
 
     def _num_hits(self, names: Sequence[OffloadKey], context: ReqContext) -> int:
         with self._lock:
+            # A page whose store has ended is asked about again.
+            self._end_jobs()
             # The tier is asked for all of them at once.
             for name in names:
                 self._manager.lookup(name, context)
@@ -320,12 +322,16 @@ class TierStorage(HiCacheStorage):
     def _outcome(self, job: _Job) -> bool | None:
         """Return whether a job has succeeded; None: it is under way."""
         with self._lock:
-            for result in self._worker.get_finished():
-                ended = self._jobs.pop(result.job_id)
-                ended.success = result.success
-                if ended.is_store:
-                    self._manager.complete_store(ended.keys, ended.context, result.success)
+            self._end_jobs()
             return job.success
+
+    def _end_jobs(self) -> None:
+        """Note the outcomes of jobs that have ended; called under the lock."""
+        for result in self._worker.get_finished():
+            ended = self._jobs.pop(result.job_id)
+            ended.success = result.success
+            if ended.is_store:
+                self._manager.complete_store(ended.keys, ended.context, result.success)
 
 
 def _pages_of(pool: Any) -> torch.Tensor:
