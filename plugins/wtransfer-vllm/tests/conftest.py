@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,14 @@ def pytest_runtest_makereport(item, call):
 
         release_table.enter(mark.args, **mark.kwargs)
     return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_token():
+    """One secret for all vLLMs and publishers of this run that are not given another one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WTRANSFER_TOKEN", secrets.token_hex(32))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -167,7 +167,8 @@ def names_of(worker):
 
 
 @pytest.fixture
-def make():
+def make(monkeypatch):
+    monkeypatch.setenv("WTRANSFER_TOKEN", "t")
     remember("engines", "shm", "shm")
     remember("connectors", "ours", "ours")
 

@@ -17,7 +17,7 @@ from engines import PACE_S, PROMPTS, Trainer, until
 from server import Server
 from sources import HalfwaySource
 from stream import Stream, events
-from wtransfer.errors import CommitError, RemoteError
+from wtransfer.errors import CommitError, NoWorkersError, RemoteError
 from wtransfer.testing.fleet import committing
 from wtransfer.weight_sync.http.client import HttpClient
 
@@ -167,6 +167,17 @@ def gaps_of_streams(server, running, since, until):
 def test_foreign_init_gets_the_workers_error(server):
     with pytest.raises(RemoteError, match="names no publisher of wtransfer"):
         HttpClient(server.url).init_weight_transfer_engine({"master_address": "127.0.0.1"})
+
+
+def test_publisher_with_another_token_is_refused_and_the_server_stays_as_it_is(server, weights):
+    label = server.label()
+    with pytest.raises(RemoteError, match="WTRANSFER_TOKEN must be the same in both"):
+        wtransfer.Publisher(weights["B"], hosts=[HttpClient(server.url)], token="another")
+    # Where the trainer's environment has that token, it does not travel: neither side proves it.
+    hosts = [HttpClient(server.url, "another")]
+    with pytest.raises(NoWorkersError, match="could not prove that it knows the token"):
+        wtransfer.Publisher(weights["B"], hosts=hosts, token="another", deadline_s=5)
+    assert server.label() == label
 
 
 def test_drained_server_takes_no_update_until_it_is_invited_by_hand(server, weights, fresh):

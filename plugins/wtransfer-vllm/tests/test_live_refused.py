@@ -2,7 +2,10 @@
 
 import concurrent.futures
 import contextlib
+import json
 import secrets
+import subprocess
+import sys
 import threading
 
 import httpx
@@ -31,9 +34,10 @@ def experts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(experts, tmp_path_factory):
-    """An engine of that model, in the dtype in which every CPU packs its matrices."""
+    """An engine of that model without a token, in the dtype in which every CPU packs matrices."""
     engine = Engine(
         tmp_path_factory.mktemp("host"),
+        env={"WTRANSFER_TOKEN": ""},
         model=str(experts),
         dtype="float32",
         weight_transfer_config={"backend": "shm"},
@@ -59,6 +63,29 @@ def test_each_fault_of_a_reload_is_found_at_the_invitation_and_nothing_is_change
         engine.invite(publisher)
         publisher.wait_for_workers(1, timeout_s=20)
     assert engine.do("answer", PROMPTS) == before
+
+
+STRANGER = """
+import json, wtransfer
+with wtransfer.Publisher({}, token="its own") as publisher:
+    print(json.dumps({"address": publisher.address, "token": "its own"}), flush=True)
+    input()
+"""
+
+
+def test_engine_without_a_token_joins_no_publisher_of_another_program(engine):
+    command = [sys.executable, "-c", STRANGER]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        invitation = json.loads(process.stdout.readline())
+        with pytest.raises(HostError, match="set WTRANSFER_TOKEN to one secret in both"):
+            engine.do("init", {"wtransfer": invitation})
+        process.communicate("\n")
+    # The process that started the engine is not another one.
+    with wtransfer.Publisher({"w": torch.ones(1)}, token="its own", deadline_s=10) as publisher:
+        engine.invite(publisher)
+        publisher.wait_for_workers(1, timeout_s=20)
 
 
 @pytest.fixture(scope="module")

@@ -354,12 +354,6 @@ class HttpClient:
                 text = str(error)[:_MAX_SHOWN]
         if status == _NOT_FOUND:
             text += "; is a worker of wtransfer there (or vLLM with VLLM_SERVER_DEV_MODE=1)?"
-        elif "WTRANSFER_TOKEN" in text:
-            # Workers check the token of the request; only serving engines lack their own.
-            text += (
-                "; a serving engine reads the token from its own environment, not from requests: "
-                "start it with the publisher's WTRANSFER_TOKEN"
-            )
         return RemoteError(
             f"{self.name} answered {request} with {status}: {text}", worker=self.name
         )

@@ -29,6 +29,7 @@ import click
 from wtransfer.checkpoint.source import CheckpointSource, seal
 from wtransfer.commands.shared import EndSignal, end_signals
 from wtransfer.errors import WTransferError
+from wtransfer.transport.handshake import new_token
 from wtransfer.weight_sync.trainer.publisher import Publisher
 
 from wtransfer_vllm.check_engine import EngineProcess
@@ -151,6 +152,8 @@ def check(
             _make_models(place, Path(folder), full=full)
             names = [each.name for each in CheckpointSource(Path(folder) / "A" / "model").metadata]
             document["experts"] = experts_of(place, names)
+            # One secret for publisher and engines.
+            os.environ.setdefault("WTRANSFER_TOKEN", new_token())
             options = {"weight_transfer_config": {"backend": backend}} | arguments
             engines = _start(stack, Path(folder), options, timeout_s)
             publishing = {

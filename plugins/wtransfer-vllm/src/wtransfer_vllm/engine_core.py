@@ -24,13 +24,16 @@ from wtransfer.weight_version import EMPTY_LABEL
 
 from wtransfer_vllm.caches import forget_kv, tell_connector
 from wtransfer_vllm.in_flight import TAG, is_mixed, keeps_in_flight
-from wtransfer_vllm.messages import Outcome, addressed, is_foreign, member_of, read_invitation
+from wtransfer_vllm.messages import KEY, Outcome, is_foreign, member_of, read_invitation
 from wtransfer_vllm.names import has_our_connector, is_ours
 from wtransfer_vllm.places import check_places
 from wtransfer_vllm.spans import tag_of, tag_of_batch
+from wtransfer_vllm.trust import token_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from wtransfer_vllm.messages import Invitation
 
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 
@@ -191,6 +194,7 @@ class Watch:
 
         Raises:
             ValueError: The call is not one of wtransfer's; no worker was called.
+            AuthenticationError: It invites the workers, and its publisher is not to be trusted.
             RuntimeError: The call comes at a wrong time, the model's memory is not there, or
                 nothing was committed.
         """
@@ -198,14 +202,16 @@ class Watch:
             return self._pass_on_foreign(method, timeout, args, kwargs)
         if method == INIT:
             init_info = args[0] if args else (kwargs or {}).get("init_info")
-            self._check_drained(init_info)
+            invitation = read_invitation(init_info)
+            token = None if invitation.leave else token_for(invitation)
+            self._check_drained(invitation)
             # What is not known or cannot be done is refused before it is needed.
             check_places(self._core.vllm_config)
             _ends_when_empty()
             keeps = keeps_in_flight(self._core)
             may_commit = self._commits_anytime and not self._asleep
-            invitation = addressed(init_info, self._instance, may_commit=may_commit)
-            args, kwargs = (), {"init_info": invitation}
+            told = {"instance": self._instance, "token": token, "may_commit": may_commit}
+            args, kwargs = (), {"init_info": {**init_info, KEY: {**init_info[KEY], **told}}}
             self._keeps_in_flight = keeps
         elif method == UPDATE and is_foreign(*args, **(kwargs or {})):
             raise ValueError(
@@ -256,9 +262,8 @@ class Watch:
                 self._call(replaced_weights, None, (why,))
                 forget_kv(self._core)
 
-    def _check_drained(self, init_info: Any) -> None:
+    def _check_drained(self, invitation: Invitation) -> None:
         """Raise if a publisher asks by itself, and an operator has told this engine to leave."""
-        invitation = read_invitation(init_info)
         if invitation.again and self._is_drained:
             raise RuntimeError(f"this engine {DRAINED}")
         self._is_drained = self._is_drained and invitation.leave

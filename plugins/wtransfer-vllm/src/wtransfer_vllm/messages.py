@@ -21,7 +21,7 @@ class Invitation:
     address: str
     """Address of the publisher."""
     token: str | None = field(default=None, repr=False)
-    """The publisher's secret; None: the worker's environment has it."""
+    """The publisher's secret; to a worker, the one that its engine core trusts."""
     host: str | None = None
     """The publisher's name of the host that it has asked."""
     instance: str | None = None
@@ -77,16 +77,6 @@ def read_invitation(init_info: Any) -> Invitation:
         leave=fields.get("leave") is True,
         may_commit=fields.get("may_commit") is not False,
     )
-
-
-def addressed(init_info: Any, instance: str, *, may_commit: bool) -> dict[str, Any]:
-    """Return an invitation addressed to the ranks of one instance.
-
-    Raises:
-        ValueError: As `read_invitation`.
-    """
-    read_invitation(init_info)
-    return {**init_info, KEY: {**init_info[KEY], "instance": instance, "may_commit": may_commit}}
 
 
 def is_foreign(update_info: Any = None) -> bool:
