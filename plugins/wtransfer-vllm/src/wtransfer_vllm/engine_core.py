@@ -201,7 +201,7 @@ class Watch:
         if not self._has_our_engine:
             return self._pass_on_foreign(method, timeout, args, kwargs)
         if method == INIT:
-            init_info = args[0] if args else (kwargs or {}).get("init_info")
+            init_info: Any = args[0] if args else (kwargs or {}).get("init_info")
             invitation = read_invitation(init_info)
             token = None if invitation.leave else token_for(invitation)
             self._check_drained(invitation)
