@@ -100,6 +100,8 @@ CASES = {
         "GPT2LMHeadModel",
         {"n_embd": 128, "n_head": 4, "n_layer": 2, "n_positions": 1024},
     ),
+    # By vLLM's Transformers backend, which makes the bias of the head anew at each load.
+    "Phi": ("phi", "PhiForCausalLM", {"num_hidden_layers": 2, "num_key_value_heads": 4}),
     "Qwen3-MoE": ("qwen3_moe", "Qwen3MoeForCausalLM", MOE),
     "Mixtral": (
         "mixtral",

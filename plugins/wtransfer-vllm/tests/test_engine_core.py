@@ -614,7 +614,29 @@ def test_requests_that_wait_with_kv_start_over(serve, deferred):
     assert core.scheduler.failed_recving_kv_req_ids == {"WAITING_FOR_REMOTE_KVS"}
     assert [each.request_id for each in freed] == list(holding)
     left = {name for name, each in core.scheduler.requests.items() if each.num_computed_tokens}
-    assert left == {"RUNNING", "FINISHED_STOPPED"}
+    # vLLM takes a session's other tokens off as its next input comes.
+    assert left == {"RUNNING", "FINISHED_STOPPED", "WAITING_FOR_STREAMING_REQ"}
+
+
+def test_session_is_computed_anew_from_its_next_input_on(serve):
+    class Scheduler(bag):
+        def _update_request_as_session(self, session, update):
+            del session.tokens[session.num_computed_tokens :]
+            session.tokens += update
+
+    core, workers = serve()
+    core.scheduler = Scheduler(**vars(core.scheduler))
+    core.scheduler.kv_cache_manager.free = lambda _: None
+    waiting = bag(name="WAITING_FOR_STREAMING_REQ")
+    session = bag(request_id="a", status=waiting, num_computed_tokens=3, tokens=[1, 2, 3, 4])
+    core.scheduler.requests = {"a": session}
+    for _ in range(2):
+        commit(core, workers)
+    core.scheduler._update_request_as_session(session, [5])
+    assert (session.tokens, session.num_computed_tokens) == ([1, 2, 3, 5], 0)
+    session.num_computed_tokens = 4
+    core.scheduler._update_request_as_session(session, [6])
+    assert (session.tokens, session.num_computed_tokens) == ([1, 2, 3, 5, 6], 4)
 
 
 def test_load_that_fails_as_the_weights_have_changed_ends_no_request(serve):
@@ -861,7 +883,7 @@ def test_request_that_has_computed_nothing_or_gives_its_blocks_back_is_not_marke
     assert scheduler.pool.hashed == [("failed", 0)]
     commit_set(core, workers, "b", "b")
     scheduler.pool.cache_full_blocks(session, session.num_computed_tokens)
-    assert scheduler.pool.hashed[1:] == [("session", 0)]
+    assert scheduler.pool.hashed[1:] == [("session", 64)]
 
 
 @pytest.mark.parametrize("loses", ["sleep", "reload_weights", "reset_weights"])

@@ -14,7 +14,9 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 HOST = Path(__file__).parent / "live" / "async_host.py"
 
 
-def test_a_publisher_reaches_an_async_engine_by_its_client(models, fresh):
+def test_publisher_reaches_an_async_engine_and_a_session_goes_on_under_the_new_weights(
+    models, fresh
+):
     checkpoint = models / "B" / "model.safetensors"
     done = subprocess.run(
         [sys.executable, str(HOST), str(models / "A"), str(checkpoint), PROMPTS[0]],
@@ -26,7 +28,11 @@ def test_a_publisher_reaches_an_async_engine_by_its_client(models, fresh):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     said = next(line for line in done.stdout.splitlines() if line.startswith('{"before"'))
-    assert json.loads(said) == {
+    told = json.loads(said)
+    answers = told.pop("answers")
+    assert len(answers["session"]) == 9
+    assert answers["session"] == answers["whole"]
+    assert told == {
         "before": fresh["A"][0],
         "outcomes": ["committed"],
         "after": fresh["B"][0],

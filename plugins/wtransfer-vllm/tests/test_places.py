@@ -102,15 +102,25 @@ def made_once():
 
 
 def guarded(cls):
-    """Yield the attributes that are set where a condition says that they are missing."""
+    """Yield the attributes that are set where a condition says that they are missing, and flags.
+
+    A flag is one that is set where a condition asks for it.
+    """
     for branch in (node for node in ast.walk(cls) if isinstance(node, ast.If)):
-        condition = ast.unparse(branch.test)
-        for node in ast.walk(branch):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                name = ast.unparse(node)
-                missing = (f"{name} is None", f"not hasattr(self, '{node.attr}')")
-                if name == f"self.{node.attr}" and any(each in condition for each in missing):
-                    yield node.attr
+        stored = {
+            node.attr
+            for node in ast.walk(branch)
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "self"
+        }
+        condition = ast.unparse(branch.test) if stored else ""
+        for name in stored:
+            missing = (f"self.{name} is None", f"not hasattr(self, '{name}')")
+            is_flag = condition.removeprefix("not ") == f"self.{name}"
+            if is_flag or any(each in condition for each in missing):
+                yield name
 
 
 def found_in_vllm():
@@ -195,7 +205,7 @@ def kv(connector, **options):
 
 def test_attributes_that_are_made_once_of_weights_are_vllms_own():
     made = {name.rpartition(".")[-1] for name in json.loads(NAMES.read_text())["made once"]}
-    assert made.issuperset({*reach.MADE_ONCE, *reach.SCALES_MADE_ONCE})
+    assert made.issuperset({*reach.MADE_ONCE, *reach.FLAGS, *reach.SCALES_MADE_ONCE})
 
 
 def test_each_option_of_the_table_is_a_field_of_vllms_configuration(configured):

@@ -44,6 +44,15 @@ def test_copy_of_weights_that_a_layer_makes_once_is_refused_as_soon_as_it_is_the
         check_reach(model)
 
 
+@pytest.mark.parametrize("is_due", [True, False])
+def test_table_that_a_first_step_makes_of_weights_is_refused_before_it_as_well(is_due):
+    model = Model()
+    model.layer.update_cache = is_due
+    with pytest.raises(ReloadError, match="layer 'layer' keeps cos_sin_cache, made of weights"):
+        check_reach(model)
+
+
+@pytest.mark.parametrize("which", "kvo")
 @pytest.mark.parametrize(
     ("kernel", "scale", "is_refused"),
     [
@@ -53,10 +62,11 @@ def test_copy_of_weights_that_a_layer_makes_once_is_refused_as_soon_as_it_is_the
         ({}, 2.0, False),
     ],
 )
-def test_scales_of_kv_that_a_kernel_has_taken_in_are_refused(kernel, scale, is_refused):
+def test_scales_of_kv_that_a_kernel_has_taken_in_are_refused(kernel, scale, is_refused, which):
     model = Model()
     model.layer.impl = types.SimpleNamespace(**kernel)
-    model.layer._q_scale_float, model.layer._k_scale_float = 1.0, scale
+    model.layer._q_scale_float = 1.0
+    setattr(model.layer, f"_{which}_scale_float", scale)
     if is_refused:
         with pytest.raises(ReloadError, match=r"layer 'layer' keeps impl\.bmm1_scale, "):
             check_reach(model)

@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 
-HOLDING = ("WAITING", "PREEMPTED", "WAITING_FOR_STREAMING_REQ")
+BETWEEN_INPUTS = "WAITING_FOR_STREAMING_REQ"
+"""State of a session, vLLM's request of several inputs, that waits for its next one."""
+HOLDING = ("WAITING", "PREEMPTED", BETWEEN_INPUTS)
 """States of vLLM's requests in which they may hold KV without running or loading."""
+FORGOTTEN = "wtransfer_forgotten"
+"""Attribute of a session that has lost its KV between two inputs."""
 SUSPENDED = ("get_num_new_matched_tokens", "request_finished", "request_finished_all_groups")
 """Methods of a connector's scheduler side: the look-up, and those whose answers hand KV over."""
 
@@ -59,6 +63,7 @@ def forget_kv(core: Any, *, keep_running: bool = False) -> None:
     #    scheduled since; a session between two inputs) give their blocks back and start over as
     #    well.
     _spare_restarting(scheduler)
+    _restart_sessions(scheduler)
     for request in getattr(scheduler, "requests", {}).values():
         if request.status.name == "WAITING_FOR_REMOTE_KVS":
             request.num_computed_tokens = 0
@@ -67,7 +72,10 @@ def forget_kv(core: Any, *, keep_running: bool = False) -> None:
             # Older releases have no frees that wait for a step in flight.
             free = getattr(scheduler, "_free_request_blocks", scheduler.kv_cache_manager.free)
             free(request)
-            request.num_computed_tokens = 0
+            if request.status.name == BETWEEN_INPUTS:
+                setattr(request, FORGOTTEN, True)
+            else:
+                request.num_computed_tokens = 0
             unmark(request)
 
     # 3. Running requests are preempted and computed anew, or marked; no block is found by its hash.
@@ -108,6 +116,24 @@ def _spare_restarting(scheduler: Any) -> None:
     if handle is not None and name not in vars(scheduler):
         spared = scheduler.failed_recving_kv_req_ids
         setattr(scheduler, name, lambda failed: handle(failed - spared))
+
+
+def _restart_sessions(scheduler: Any) -> None:
+    """Have vLLM compute a session anew that has lost its KV: once it has its next input.
+
+    Before that, vLLM would take the tokens that are not computed off the session.
+    """
+    name = "_update_request_as_session"
+    update = getattr(scheduler, name, None)  # older releases have no sessions
+    if update is None or name in vars(scheduler):
+        return
+
+    def update_session(session: Any, *args: Any) -> None:
+        update(session, *args)
+        if vars(session).pop(FORGOTTEN, False):
+            session.num_computed_tokens = 0
+
+    setattr(scheduler, name, update_session)
 
 
 def _evict_blocks(core: Any, *, keep_running: bool) -> bool:

@@ -45,7 +45,11 @@ ALWAYS = (
     Row("prefix cache", "reset", "no block is found by its hash any more"),
     Row("KV of running requests", "recomputed", "they are preempted; `keep` marks it instead"),
     Row("encoder cache of the engine", "reset", "with the prefix cache"),
-    Row("log probabilities of a prompt", "recomputed", "with the KV of the request"),
+    Row(
+        "log probabilities of a prompt",
+        "recomputed",
+        "with the KV of the request; where the prompt's last step is in flight, vLLM loses them",
+    ),
     Row("rows that a pooling request has gathered", "recomputed", "dropped as it is preempted"),
     Row("log probabilities and spans of tokens", "named", "each token by the weights of its step"),
     Row("inputs of the multi-modal processor", "not of weights", "found by a hash of the input"),
@@ -111,7 +115,9 @@ OPTIONS: dict[str, Row] = {
         "request that is computed anew",
     ),
     "lora_config": Row(
-        "--enable-lora", "not of weights", "adapters stay; their KV is forgotten with the rest"
+        "--enable-lora",
+        "not of weights",
+        "vLLM drops adapters, and loads each from its folder again for its next request",
     ),
     "speculative_config": Row(
         "--speculative-config", "verified", "a draft keeps its weights and proposes less well"

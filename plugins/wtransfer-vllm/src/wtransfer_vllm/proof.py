@@ -80,29 +80,32 @@ class _Proof(Reload):
         super().__init__(model, vllm_config)
         self._of_dummies = of_dummies
         self._stand_ins = _StandIns()
-        self._in_place: dict[int, tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = {}
+        self._in_place: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self._made_in_place: list[torch.Tensor | None] = []
         self._freed: list[tuple[nn.Module, str, torch.Tensor]] = []
 
     def _prepare(self) -> None:
         super()._prepare()
         # Loaders write to these tensors at once: to a stand-in that all layers of a tensor share.
-        found = [
+        self._in_place = [
             (layer, name, tensor)
             for layer in self._layers
             for name, tensor in self._vllm.get_layer_tensors(layer).items()
             if name in self._left_in_place and not tensor.is_meta
         ]
         stand_ins = _StandIns()
-        stand_ins.begin(tensor for _, _, tensor in found)
-        for layer, name, tensor in found:
-            if id(tensor) not in self._in_place:
-                stand_in = stand_ins.make(tensor, inverted=name in layer._parameters)
-                self._in_place[id(tensor)] = (layer, name, tensor, stand_in)
-            setattr(layer, name, self._in_place[id(tensor)][-1])
+        stand_ins.begin(tensor for _, _, tensor in self._in_place)
+        made: dict[int, torch.Tensor] = {}
+        for layer, name, tensor in self._in_place:
+            if id(tensor) not in made:
+                made[id(tensor)] = stand_ins.make(tensor, inverted=name in layer._parameters)
+            setattr(layer, name, made[id(tensor)])
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         if not self._of_dummies:
             super()._load(weights)
+            # A loader may have made the tensor anew, instead of writing to it: for one layer.
+            self._made_in_place = [getattr(each, name, None) for each, name, _ in self._in_place]
             return
         for layer in self._layers:
             info = self._info(layer)
@@ -160,8 +163,8 @@ class _Proof(Reload):
             _memory_of(tensor).fill_(UNWRITTEN)
 
     def _finish(self, tied: list[nn.Module]) -> None:  # noqa: ARG002  # packed copies are not seen
-        for layer, name, tensor, stand_in in self._in_place.values():
-            if not self._of_dummies and not _same_bits(stand_in, tensor):
+        for (layer, name, tensor), made in zip(self._in_place, self._made_in_place, strict=False):
+            if not _same_bits(tensor, made):
                 self._fault(layer, name, "other bits than those that serve")
         for layer, name, kernel in self._freed:
             if getattr(layer, name).numel():

@@ -29,8 +29,11 @@ MADE_ONCE = (
     "_wp_fp32",
 )
 """Attributes of vLLM's layers that are copies of weights, unless they are None."""
+FLAGS = {"update_cache": "cos_sin_cache"}
+"""Flag of a layer of vLLM's, cleared by its first step -> what that step makes of weights."""
 SCALES_MADE_ONCE = ("bmm1_scale", "bmm2_scale", "softmax_scale")
-"""Attributes of attention kernels that have the scales of a quantised KV cache in them."""
+"""Attributes of attention kernels that have the scales of a quantised KV cache or output in them.
+"""
 NOT_ENTERED = ("vllm.compilation", "vllm.config", "vllm.forward_context")
 """Packages of vLLM's whose objects hold more than one model."""
 
@@ -72,7 +75,8 @@ def made_once(layer: nn.Module) -> Iterator[str]:
     """Yield the attributes of a layer that are made of weights and never made anew."""
     held = vars(layer)
     yield from (name for name in MADE_ONCE if held.get(name) is not None)
-    scales = (held.get(f"_{each}_scale_float") for each in "qkv")
+    yield from (made for flag, made in FLAGS.items() if flag in held)
+    scales = (held.get(f"_{each}_scale_float") for each in "qkvo")
     if any(scale not in (None, 1.0) for scale in scales):
         kernel = getattr(held.get("impl"), "__dict__", {})
         yield from (f"impl.{name}" for name in SCALES_MADE_ONCE if kernel.get(name) is not None)
