@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -12,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from wtransfer.transport.tensors import PLAIN_TYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
@@ -131,6 +132,34 @@ def _span(tensor: torch.Tensor) -> tuple[str, int, int]:
     num_spanned = 1 + sum((size - 1) * stride for size, stride in dims)
     begin = tensor.data_ptr()
     return str(tensor.device), begin, begin + int(num_spanned) * tensor.itemsize
+
+
+def covered_nbytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Return how many bytes of one memory tensors have, each byte once.
+
+    Cost: for a tensor with gaps, 16 bytes and 50 ns per piece without one.
+    """
+    found = [np.empty((0, 2), np.int64)]
+    for each in tensors:
+        if each.layout is not torch.strided or each.is_nested or not each.numel():
+            # Alone, as a whole.
+            found.append(np.array([[0, each.nbytes]]))
+            continue
+        # Spans of bytes: the innermost dimensions that leave no gap are one span.
+        dims = sorted(d for d in zip(each.stride(), each.shape, strict=True) if d[1] != 1)
+        length, starts = 1, np.array([each.storage_offset()])
+        while dims and dims[0][0] <= length:
+            stride, size = dims.pop(0)
+            length += stride * (size - 1)
+        for stride, size in dims:
+            starts = (starts[:, None] + stride * np.arange(size)).ravel()
+        found.append(np.stack([starts, starts + length], axis=1) * each.itemsize)
+    spans = np.concatenate(found)
+    spans = spans[np.argsort(spans[:, 0])]
+    ends = np.maximum.accumulate(spans[:, 1])
+    begins = np.maximum(spans[1:, 0], ends[:-1])
+    covered = (ends[1:] - begins).sum() + (spans[:1, 1] - spans[:1, 0]).sum()
+    return int(covered)
 
 
 def stands_alone(tensor: torch.Tensor) -> bool:

@@ -162,6 +162,7 @@ UNWRITABLE = {
     "expanded": (lambda: torch.zeros(1).expand(4), "expanded"),
     "rows": (lambda: torch.zeros(1, 11)[:, ::10].expand(4, 2), "expanded"),
     "windows": (lambda: torch.zeros(5).unfold(0, 3, 1), "expanded"),
+    "meeting": (lambda: torch.zeros(7).as_strided((2, 3), (2, 2)), "expanded"),
     "sparse": (lambda: torch.eye(3).to_sparse(), "of layout torch.sparse_coo"),
     "lazy": (lambda: nn.LazyLinear(2).weight, "lazy"),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
@@ -176,6 +177,12 @@ def test_unwritable_tensor_is_refused_and_named(commit, kind):
     with pytest.raises(SchemaError, match=rf"1 of 2 tensors .*\n  odd: .*{reason}") as caught:
         StateDictTarget({"good": torch.zeros(2), "odd": make()}, commit)
     assert caught.value.piece == "odd"
+
+
+def test_tensor_whose_elements_lie_between_each_other_is_written(commit):
+    tensors = {"odd": torch.zeros(8).as_strided((2, 3), (3, 2))}
+    StateDictTarget(tensors, commit).apply({"odd": torch.arange(6.0).view(2, 3)})
+    assert tensors["odd"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
 
 
 def test_memory_that_was_freed_is_neither_written_nor_read(commit):

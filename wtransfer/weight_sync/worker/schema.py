@@ -95,9 +95,15 @@ def check_fit(
                 "the form of the checkpoint that the worker has, Publisher(base=FOLDER)"
             )
         if missing and not strange:
+            # Of an update that has a base, whatever it lacks by itself has stayed.
+            if not manifest.kept and not manifest.scheme:
+                hints.append(
+                    "tensors that the publisher does not hold can stay as they are in the "
+                    "checkpoint that the worker was started with, Publisher(base=FOLDER)"
+                )
             hints.append(
-                "tensors that the publisher does not hold can stay as they are in the checkpoint "
-                "that the worker was started with, Publisher(base=FOLDER)"
+                "tensors that are tied in the model of the publisher travel once; where the target "
+                "has them apart, the publisher can send a mapping that has a clone of one"
             )
         elif missing:
             hints.append(
