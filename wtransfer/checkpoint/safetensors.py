@@ -9,6 +9,7 @@ into memory of their own.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import struct
 from dataclasses import dataclass
@@ -76,10 +77,14 @@ class StoredTensor:
 def stored_form(piece: Piece) -> tuple[str, tuple[int, ...]]:
     """Return wire dtype and shape of a piece as files hold it.
 
-    The format has no complex numbers of 16 bytes: stored as pairs of numbers of 8.
+    The format has no complex numbers of 16 bytes: stored as pairs of numbers of 8. Numbers that are
+    packed into one element are counted one by one.
     """
     if piece.dtype == "complex128":
         return "float64", (*piece.shape, 2)
+    num_packed = WIRE_DTYPES[piece.dtype].num_packed
+    if num_packed > 1:
+        return piece.dtype, (*piece.shape[:-1], math.prod(piece.shape[-1:]) * num_packed)
     return piece.dtype, tuple(piece.shape)
 
 
@@ -141,7 +146,8 @@ def read_header(fd: int, shown: str) -> dict[str, StoredTensor]:
                 piece=name,
             )
         first, last = entry.data_offsets
-        stored = StoredTensor(Piece(name, _FROM_FORMAT[entry.dtype], entry.shape), base + first)
+        dtype = _FROM_FORMAT[entry.dtype]
+        stored = StoredTensor(Piece(name, dtype, _packed_shape(dtype, entry.shape)), base + first)
         if stored.piece.nbytes != last - first:
             raise SourceError(
                 f"tensor {name!r} in {shown} lies from byte {first} to {last}, which is not what "
@@ -160,6 +166,15 @@ def read_header(fd: int, shown: str) -> dict[str, StoredTensor]:
     if end != nbytes:
         raise SourceError(f"{shown} has {nbytes - end:,} bytes that belong to no tensor")
     return found
+
+
+def _packed_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape in elements of numbers that a file counts one by one."""
+    num_packed = WIRE_DTYPES[dtype].num_packed
+    if num_packed == 1 or not shape or shape[-1] % num_packed:
+        # Numbers that fill no whole elements do not take what the file says they do.
+        return shape
+    return (*shape[:-1], shape[-1] // num_packed)
 
 
 def read_bytes(fd: int, stored: StoredTensor, into: memoryview, start: int, shown: str) -> None:

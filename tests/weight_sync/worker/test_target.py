@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.two_tensor import TwoTensor
 
 from wtransfer.errors import SchemaError
 from wtransfer.testing.contents import contents
@@ -170,6 +176,30 @@ UNWRITABLE = {
 }
 
 
+def sharded():
+    """Return a parameter of a module under ``fully_shard``, on one rank."""
+    # It moves nothing, and opens no descriptors that stay.
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        module = nn.Linear(4, 4)
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        return module.weight
+    finally:
+        dist.destroy_process_group()
+
+
+def fake():
+    with FakeTensorMode():
+        return nn.Parameter(torch.zeros(3))
+
+
+UNWRITABLE |= {
+    "sharded": (sharded, "a DTensor, which wraps others"),
+    "fake": (fake, "a FakeTensor, which wraps others"),
+    "wrapper": (lambda: TwoTensor(torch.zeros(3), torch.zeros(3)), "a TwoTensor, which wraps"),
+}
+
+
 @pytest.mark.parametrize("kind", UNWRITABLE)
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:The PyTorch API of nested")
 def test_unwritable_tensor_is_refused_and_named(commit, kind):
@@ -177,6 +207,22 @@ def test_unwritable_tensor_is_refused_and_named(commit, kind):
     with pytest.raises(SchemaError, match=rf"1 of 2 tensors .*\n  odd: .*{reason}") as caught:
         StateDictTarget({"good": torch.zeros(2), "odd": make()}, commit)
     assert caught.value.piece == "odd"
+
+
+@pytest.mark.parametrize("kind", ["sharded", "fake"])
+def test_tensor_that_became_unwritable_is_refused_at_the_plan(fleet, commit, kind):
+    weights = {"good": torch.ones(2), "odd": torch.ones(4, 4)}
+    serving = {name: torch.zeros_like(each) for name, each in weights.items()}
+    made = fleet(weights)
+    worker = made.join(serving, commit=commit)
+    serving["odd"] = UNWRITABLE[kind][0]()
+    with pytest.raises(
+        SchemaError, match=r"1 of 2 tensors cannot take .*\n  odd: a .*wraps"
+    ) as told:
+        made.publish("v1")
+    assert (told.value.piece, told.value.phase) == ("odd", "plan")
+    assert serving["good"].tolist() == [0.0, 0.0]
+    assert worker.session.version is None
 
 
 def test_tensor_whose_elements_lie_between_each_other_is_written(commit):

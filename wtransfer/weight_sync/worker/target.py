@@ -417,8 +417,9 @@ _NO_MEMORY = "without all of its memory: its storage was freed or cut"
 
 
 def _only_wraps(tensor: torch.Tensor) -> bool:
-    # A DTensor wraps others, too, and takes an update all the same.
-    return not hasattr(tensor, "full_tensor") and memory_address(tensor) is None
+    """Return whether writes to a tensor go elsewhere: a DTensor, a FakeTensor, other wrappers."""
+    # Asked first: torch warns where the address of a FakeTensor is read.
+    return tensor.untyped_storage().device.type == "meta" or memory_address(tensor) is None
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
