@@ -146,9 +146,9 @@ def read_header(fd: int, shown: str) -> dict[str, StoredTensor]:
                 piece=name,
             )
         first, last = entry.data_offsets
-        dtype = _FROM_FORMAT[entry.dtype]
-        stored = StoredTensor(Piece(name, dtype, _packed_shape(dtype, entry.shape)), base + first)
-        if stored.piece.nbytes != last - first:
+        stored = StoredTensor(_piece(name, entry), base + first)
+        is_whole = stored_form(stored.piece) == (stored.piece.dtype, entry.shape)
+        if not is_whole or stored.piece.nbytes != last - first:
             raise SourceError(
                 f"tensor {name!r} in {shown} lies from byte {first} to {last}, which is not what "
                 f"{entry.dtype} {list(entry.shape)} takes",
@@ -168,13 +168,12 @@ def read_header(fd: int, shown: str) -> dict[str, StoredTensor]:
     return found
 
 
-def _packed_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape in elements of numbers that a file counts one by one."""
+def _piece(name: str, entry: _Entry) -> Piece:
+    dtype, shape = _FROM_FORMAT[entry.dtype], entry.shape
     num_packed = WIRE_DTYPES[dtype].num_packed
-    if num_packed == 1 or not shape or shape[-1] % num_packed:
-        # Numbers that fill no whole elements do not take what the file says they do.
-        return shape
-    return (*shape[:-1], shape[-1] // num_packed)
+    if num_packed > 1 and shape:
+        shape = (*shape[:-1], shape[-1] // num_packed)
+    return Piece(name, dtype, shape)
 
 
 def read_bytes(fd: int, stored: StoredTensor, into: memoryview, start: int, shown: str) -> None:

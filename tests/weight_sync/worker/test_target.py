@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
 
 from wtransfer.errors import SchemaError
-from wtransfer.testing.contents import contents
+from wtransfer.testing.contents import contents, random_tensor
 from wtransfer.weight_sync import storages
 from wtransfer.weight_sync.storages import stands_alone
 from wtransfer.weight_sync.worker.target import (
@@ -242,6 +242,22 @@ def test_memory_that_was_freed_is_neither_written_nor_read(commit):
         target.capture()
     with pytest.raises(SchemaError, match="odd: without all of its memory"):
         StateDictTarget(tensors, commit)
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no such dtype")
+@pytest.mark.parametrize("shape", [(3, 5), (SMALL_NBYTES, 2), ()], ids=str)
+def test_numbers_that_share_a_byte_are_applied_and_restored(fleet, commit, shape):
+    old, new = (random_tensor(torch.float4_e2m1fn_x2, shape, seed) for seed in (1, 2))
+    serving, weights = {"a": old.clone(), "b": torch.zeros(2)}, {"a": new, "b": torch.ones(2)}
+    before = contents(serving)
+    target = StateDictTarget(serving, commit)
+    captured = target.capture()
+    made = fleet(weights)
+    made.join(serving, commit=commit)
+    assert made.publish("v1").ok
+    assert contents(serving) == contents(weights)
+    StateDictTarget(serving, commit).apply(captured)
+    assert contents(serving) == before
 
 
 def test_a_model_made_in_inference_mode_is_written(commit):

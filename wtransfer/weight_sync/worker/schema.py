@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import xxhash
 
+from wtransfer.dtypes import WIRE_DTYPES
 from wtransfer.errors import ManifestError, SchemaError
 from wtransfer.manifest import WHOLE, Manifest, Piece
 from wtransfer.transport.digests import digest
@@ -246,8 +247,12 @@ def _fits(piece: Piece, spec: TensorSpec, *, cast: bool) -> bool:
         return False
     if piece.dtype == dtype_name(spec.dtype):
         return True
-    wire = torch_dtype(piece.dtype)
-    return cast and wire.is_floating_point and spec.dtype.is_floating_point
+    return cast and _is_number(piece.dtype) and _is_number(dtype_name(spec.dtype))
+
+
+def _is_number(dtype: str) -> bool:
+    """Return whether an element is one floating number, which can be cast."""
+    return torch_dtype(dtype).is_floating_point and WIRE_DTYPES[dtype].num_packed == 1
 
 
 def _first(names: Sequence[str]) -> str:
