@@ -151,6 +151,14 @@ def test_form_of_all_elements_in_any_order_is_sent(view):
     assert in_form({"w": gaps}, lambda t: {"w": view(t["w"])}).tensors["w"].nbytes == gaps.nbytes
 
 
+def test_sparse_tensor_is_renamed_or_copied_as_a_whole():
+    sparse = torch.eye(3).to_sparse()
+    for form in (lambda t: {"x": t["w"]}, lambda t: {"x": t["w"].clone()}):
+        assert list(in_form({"w": sparse}, form).tensors) == ["x"]
+    with pytest.raises(SourceError, match="has lost 36 bytes of 'w'"):
+        in_form({"w": sparse}, lambda _: {})
+
+
 def test_expanded_tensor_of_the_models_own_is_sent_as_it_is():
     expanded = torch.ones(1, 4).expand(3, 4)
     for form in (dict, lambda t: {"w": t["w"].t()}, lambda t: {"w": t["w"].contiguous()}):

@@ -21,7 +21,10 @@ from wtransfer.weight_sync.storages import (
     covered_nbytes,
     group_storages,
     memory_of,
+    merged,
+    num_bytes,
     only_tensors,
+    spans_of,
     unwrap,
 )
 
@@ -302,10 +305,14 @@ def _check_whole(given: Mapping[str, torch.Tensor], found: Mapping[str, torch.Te
         parts, name = had.pop(place, []), names[place]
         if list(map(id, parts)) == list(map(id, tensors)):
             continue
-        nbytes, covered = _nbytes(tensors), covered_nbytes(tensors)
-        had_nbytes, had_covered = _nbytes(parts), covered_nbytes(parts)
+        nbytes, had_nbytes = _nbytes(tensors), _nbytes(parts)
+        if not parts:
+            lost.append((tensors[0].dtype, nbytes, name))
+            continue
+        spans, had_spans = spans_of(tensors), spans_of(parts)
+        covered, had_covered = num_bytes(spans), num_bytes(had_spans)
         overlap = had_nbytes - had_covered - (nbytes - covered)
-        in_both = covered_nbytes([*tensors, *parts])
+        in_both = num_bytes(merged(spans, had_spans))
         if overlap > 0:
             raise _not_whole(f"has {overlap:,} bytes of {name!r} twice", name)
         if in_both > covered:
@@ -359,4 +366,5 @@ def _by_memory(tensors: Mapping[str, torch.Tensor]) -> dict[object, list[torch.T
 
 
 def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(each.nbytes for each in tensors)
+    # Of a sparse tensor torch states no bytes.
+    return sum(each.numel() * each.itemsize for each in tensors)

@@ -15,6 +15,7 @@ from wtransfer.transport.tensors import PLAIN_TYPES
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    import numpy.typing as npt
     from torch import nn
 
 
@@ -135,31 +136,56 @@ def _span(tensor: torch.Tensor) -> tuple[str, int, int]:
 
 
 def covered_nbytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Return how many bytes of one memory tensors have, each byte once.
+    """Return how many bytes of one memory tensors have, each byte once."""
+    first = tensors[0]
+    if len(tensors) == 1 and first.layout is torch.strided and first.is_contiguous():
+        return first.nbytes
+    return num_bytes(spans_of(tensors))
 
-    Cost: for a tensor with gaps, 16 bytes and 50 ns per piece without one.
+
+def spans_of(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
+    """Return the first byte, and the byte after the last, of each piece that tensors have.
+
+    Args:
+        tensors: Tensors of one memory.
+
+    Returns:
+        Rows that neither overlap nor touch, in order.
+
+    Cost: for a tensor with gaps, 32 bytes and 100 ns per piece without one.
     """
     found = [np.empty((0, 2), np.int64)]
     for each in tensors:
         if each.layout is not torch.strided or each.is_nested or not each.numel():
             # Alone, as a whole.
-            found.append(np.array([[0, each.nbytes]]))
+            found.append(np.array([[0, each.numel() * each.itemsize]]))
             continue
-        # Spans of bytes: the innermost dimensions that leave no gap are one span.
+        # The innermost dimensions that leave no gap are one span.
         dims = sorted(d for d in zip(each.stride(), each.shape, strict=True) if d[1] != 1)
         length, starts = 1, np.array([each.storage_offset()])
         while dims and dims[0][0] <= length:
             stride, size = dims.pop(0)
             length += stride * (size - 1)
-        for stride, size in dims:
+        for stride, size in reversed(dims):
             starts = (starts[:, None] + stride * np.arange(size)).ravel()
         found.append(np.stack([starts, starts + length], axis=1) * each.itemsize)
-    spans = np.concatenate(found)
-    spans = spans[np.argsort(spans[:, 0])]
-    ends = np.maximum.accumulate(spans[:, 1])
-    begins = np.maximum(spans[1:, 0], ends[:-1])
-    covered = (ends[1:] - begins).sum() + (spans[:1, 1] - spans[:1, 0]).sum()
-    return int(covered)
+    return merged(*found)
+
+
+def merged(*spans: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return what spans cover together, as rows that neither overlap nor touch, in order."""
+    rows = np.concatenate(spans)
+    # Stable: mostly in order already.
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    ends = np.maximum.accumulate(rows[:, 1])
+    is_first = np.ones(len(rows), bool)
+    is_first[1:] = rows[1:, 0] > ends[:-1]
+    return np.stack([rows[is_first, 0], ends[np.roll(is_first, -1)]], axis=1)
+
+
+def num_bytes(spans: npt.NDArray[np.int64]) -> int:
+    """Return how many bytes spans of `merged` have."""
+    return int((spans[:, 1] - spans[:, 0]).sum())
 
 
 def stands_alone(tensor: torch.Tensor) -> bool:

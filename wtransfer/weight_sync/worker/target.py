@@ -423,6 +423,8 @@ def _only_wraps(tensor: torch.Tensor) -> bool:
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    if tensor.is_contiguous():
+        return False
     reached = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         # Dimensions that lie beside each other share nothing; others are looked at in full.
