@@ -24,6 +24,8 @@ class WireDtype(NamedTuple):
     complex dtype, words of a part. Empty where every word is finite."""
     num_parts: int = 1
     """Parts of an element: 2 for complex."""
+    num_packed: int = 1
+    """Numbers that an element holds, of which files count each in the last dimension."""
 
 
 _FLOAT32 = ((0x7F80_0000, 0x7FFF_FFFF), (0xFF80_0000, 0xFFFF_FFFF))
@@ -48,6 +50,8 @@ WIRE_DTYPES: Mapping[str, WireDtype] = {
     "float8_e5m2": WireDtype(1, "F8_E5M2", ((0x7C, 0x7F), (0xFC, 0xFF))),
     "float8_e5m2fnuz": WireDtype(1, "F8_E5M2FNUZ", _FNUZ),
     "float8_e8m0fnu": WireDtype(1, "F8_E8M0", ((0xFF, 0xFF),)),
+    # Every pattern is finite.
+    "float4_e2m1fn_x2": WireDtype(1, "F4", num_packed=2),
     "float16": WireDtype(2, "F16", ((0x7C00, 0x7FFF), (0xFC00, 0xFFFF))),
     "bfloat16": WireDtype(2, "BF16", ((0x7F80, 0x7FFF), (0xFF80, 0xFFFF))),
     "float32": WireDtype(4, "F32", _FLOAT32),

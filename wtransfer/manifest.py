@@ -5,6 +5,7 @@ Plain data without torch: a peer's manifest is judged here, before a byte is all
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import re
@@ -30,6 +31,8 @@ MAX_RANK = 16
 """Most dimensions of a piece."""
 MAX_NBYTES = 2**63 - 1
 """Largest piece or update, in bytes."""
+MAX_LABEL_LENGTH = 256
+"""Longest label of a version, in characters."""
 MAX_SCHEME_LENGTH = 128
 """Longest text of a quantisation scheme, in characters."""
 MAX_CONFIG_LENGTH = 1 << 20
@@ -287,6 +290,22 @@ def _row_head(piece: Piece) -> str:
 
 
 _encode = msgspec.msgpack.Encoder().encode
+
+
+def check_label(label: object) -> None:
+    """Raise unless a version can have a label.
+
+    Raises:
+        ValueError: The label is no text, empty, too long, or has a lone surrogate.
+    """
+    if isinstance(label, str) and 0 < len(label) <= MAX_LABEL_LENGTH:
+        with contextlib.suppress(UnicodeEncodeError):
+            label.encode()
+            return
+    raise ValueError(
+        f"version is {label!r:.100}, expected a label of 1 to {MAX_LABEL_LENGTH} characters that "
+        "UTF-8 can hold"
+    )
 
 
 def local_fingerprint() -> str:

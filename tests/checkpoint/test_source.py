@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
 from wtransfer.checkpoint.safetensors import INDEX_NAME
 from wtransfer.checkpoint.source import (
@@ -82,6 +82,40 @@ def test_every_dtype_of_the_format_is_known(tmp_path, dtype):
     source = CheckpointSource(tmp_path)
     assert source.metadata == [ParamMeta("w", dtype, (3, 4))]
     assert contents(whole(source)) == contents(tensors)
+
+
+F4 = getattr(torch, "float4_e2m1fn_x2", None)
+needs_f4 = pytest.mark.skipif(F4 is None, reason="this torch has no such dtype")
+
+
+@needs_f4
+@pytest.mark.parametrize("shape", [(3, 4), (5,), (2, 0)], ids=str)
+def test_two_numbers_of_one_byte_are_one_element(tmp_path, shape):
+    tensors = {"w": random_tensor(F4, shape, seed=1), "x": torch.ones(2)}
+    # The format's own library counts each number.
+    raw = save(tensors)
+    assert json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["w"]["shape"] == [
+        *shape[:-1],
+        2 * shape[-1],
+    ]
+    (tmp_path / "model.safetensors").write_bytes(raw)
+    source = CheckpointSource(tmp_path)
+    assert {meta.name: (meta.dtype, meta.shape) for meta in source.metadata}["w"] == (F4, shape)
+    assert contents(whole(source)) == contents(tensors)
+    seal(tmp_path)
+    assert contents(whole(CheckpointSource(tmp_path))) == contents(tensors)
+
+
+@needs_f4
+@pytest.mark.parametrize(
+    ("shape", "nbytes"), [([3], 1), ([3], 2), ([3], 3), ([4, 3], 6), ([], 1), ([4], 4)]
+)
+def test_numbers_that_do_not_fill_their_bytes_are_refused(tmp_path, shape, nbytes):
+    rows = {"a": {"dtype": "F4", "shape": shape, "data_offsets": [0, nbytes]}}
+    raw_file(tmp_path / "model.safetensors", rows, nbytes)
+    with pytest.raises(SourceError, match=r"is not what F4 \[.*\] takes") as caught:
+        CheckpointSource(tmp_path)
+    assert caught.value.piece == "a"
 
 
 def cut_off(folder):

@@ -379,6 +379,8 @@ def test_a_rollback_needs_an_engine_that_keeps_versions(workers):
         (["--rollback", "x", "--label", "y"], "omit --label"),
         (["--rollback", ""], "--rollback is empty: give the label of a version"),
         (["d", "--label", ""], "--label is empty: give the label of a version"),
+        (["d", "--label", "half of a pair \udcff"], "expected a label of 1 to 256 characters"),
+        (["--rollback", "v" * 257], "expected a label of 1 to 256 characters"),
         (["/"], "add --label"),
         (
             ["d", "--engine", "file"],

@@ -41,6 +41,13 @@ def test_check_accepts_a_checkpoint_as_it_was_sealed(file):
     assert {"model.safetensors", "wtransfer.json"} == {each.name for each in file.parent.iterdir()}
 
 
+@pytest.mark.parametrize("label", ["", "v" * 257, "half of a pair \udcff"])
+def test_label_that_no_version_can_have_is_refused(file, label):
+    done = run(file.parent, "--label", label)
+    assert (done.exit_code, "expected a label of 1 to 256" in done.stderr) == (2, True)
+    assert [each.name for each in file.parent.iterdir()] == ["model.safetensors"]
+
+
 def test_check_names_every_tensor_that_differs(file):
     assert run(file.parent).exit_code == 0
     save_file({**TENSORS, "a": TENSORS["a"] + 1, "b": TENSORS["b"] + 1}, file)

@@ -154,11 +154,17 @@ def test_entry_of_another_form_is_refused(engines, place):
     [
         ("my_engine.py", "names no class of a file; expected for example ./my_engine.py:MyEngine"),
         ("./no_such_engine.py:MyEngine", "there is no file /"),
+        (f"{'x' * 100_000}.py:MyEngine", "no file can have the path 'xxx.*too long"),
+        (f"{'x' * 300}/y.py:MyEngine", "no file can have the path 'xxx.*too long"),
+        ("a\0b.py:MyEngine", "(no file can have the path 'a|there is no file /)"),
+        ("x" * 100_000, "names no class of a file"),
     ],
+    ids=["no class", "no file", "long path", "long folder", "null", "long text"],
 )
 def test_place_without_a_class_or_a_file_is_refused(place, message):
-    with pytest.raises(PluginSettingError, match=message):
+    with pytest.raises(PluginSettingError, match=message) as caught:
         add_file("engines", place)
+    assert len(caught.value.message) < 1000
 
 
 @pytest.fixture

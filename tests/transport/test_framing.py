@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import struct
 import tracemalloc
@@ -10,7 +9,7 @@ import tracemalloc
 import msgspec
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from wtransfer.errors import (
@@ -84,19 +83,42 @@ def test_messages_come_out_however_the_bytes_are_cut(cuts):
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.binary(max_size=200), st.booleans())
+@given(st.binary(min_size=1, max_size=200), st.booleans())
 def test_arbitrary_bytes_raise_peer_errors_only(data, with_magic):
-    reader = FrameReader(CODEC)
-    with contextlib.suppress(PeerError):
-        list(reader.feed(MAGIC + data if with_magic else data))
+    def read_to_the_end():
+        reader = FrameReader(CODEC)
+        assert list(reader.feed(MAGIC + data if with_magic else data)) == []
         reader.finish()
 
+    # At once, or at the end: never in silence.
+    with pytest.raises(PeerError):
+        read_to_the_end()
 
-@settings(deadline=None, max_examples=200)
-@given(st.sampled_from([1, 2, 3]), st.integers(0, 3), st.binary(max_size=100))
-def test_arbitrary_bodies_raise_peer_errors_only(code, entries, body):
-    with contextlib.suppress(PeerError):
-        read(pack_frame(code, entries, body))
+
+values = st.text(max_size=3) | st.integers(-(2**63), 2**64 - 1) | st.binary(max_size=4) | st.none()
+fields = st.sampled_from(["names", "label", "digest", "round", "info", "other"])
+some_bodies = st.dictionaries(fields, values | st.lists(values, max_size=3), max_size=3).map(
+    msgspec.msgpack.encode
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.sampled_from(CODEC.types), st.integers(0, 3), st.binary(max_size=100) | some_bodies)
+@example(CODEC.types[0], 2, msgspec.msgpack.encode(SMALL))
+@example(CODEC.types[0], 1, msgspec.msgpack.encode(SMALL))
+@example(CODEC.types[1], 0, b"\x81\xa6digest\xc4\x00")
+@example(CODEC.types[1], 0, b"\x81\xa6digest\xc4\x00\x00")
+def test_arbitrary_bodies_raise_peer_errors_only(row, entries, body):
+    try:
+        message = msgspec.msgpack.decode(body, type=row.cls)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        message = None
+    frame = pack_frame(row.code, entries, body)
+    if message is not None and entries == len(getattr(message, "names", ())):
+        assert read(frame) == [message]
+    else:
+        with pytest.raises(PeerError):
+            read(frame)
 
 
 def test_every_truncated_prefix_is_reported():

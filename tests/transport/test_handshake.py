@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import os
 import socket
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from wtransfer.deadline import Deadline
 from wtransfer.errors import AuthenticationError, LimitError, PeerError, ProtocolError
-from wtransfer.transport.framing import FrameReader, pack_frame
+from wtransfer.transport.framing import HEADER_NBYTES, FrameReader, pack_frame
 from wtransfer.transport.handshake import (
     HANDSHAKE,
     MAX_HANDSHAKE_NBYTES,
@@ -178,15 +177,54 @@ def test_a_long_reason_still_fits_the_limit():
     assert len(HANDSHAKE.encode(told)) <= MAX_HANDSHAKE_NBYTES
 
 
-@settings(deadline=None, max_examples=200)
-@given(st.lists(st.tuples(st.integers(0xFF00, 0xFF03), st.binary(max_size=60)), max_size=4))
+def encoded(message):
+    return HANDSHAKE.encode(message)
+
+
+nonces = st.binary(max_size=40) | st.just(b"n" * 32)
+some_frames = (
+    st.builds(pack_frame, st.integers(0xFF00, 0xFF03), st.just(0), st.binary(max_size=60))
+    | st.builds(Challenge, st.sampled_from([PROTOCOL, 0]), nonces).map(encoded)
+    | st.builds(Auth, st.sampled_from([PROTOCOL, 0]), nonces, st.binary(max_size=40)).map(encoded)
+    | st.builds(Welcome, st.binary(max_size=40), st.just(5), st.just(30)).map(encoded)
+    | st.builds(Reject, st.just(PROTOCOL), st.text(max_size=5), st.text(max_size=5)).map(encoded)
+)
+CHALLENGE = encoded(Challenge(PROTOCOL, b"n" * 32))
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(some_frames, max_size=4))
+@example([CHALLENGE])
+@example([CHALLENGE, CHALLENGE])
+@example([CHALLENGE, encoded(Welcome(b"p" * 32, 5, 30))])
+@example([encoded(Auth(PROTOCOL, b"n" * 32, b"p" * 32))])
 def test_arbitrary_messages_raise_peer_errors_only(frames):
-    data = b"".join(pack_frame(code, 0, body) for code, body in frames)
-    for side in (trainer(), WorkerHandshake(TOKEN)):
-        with contextlib.suppress(PeerError):
-            for message in FrameReader(HANDSHAKE).feed(data):
-                side.receive(message)
+    # A worker answers a challenge, once. Nothing else is taken without the token.
+    num_taken = int(is_challenge(frames))
+    for side, expected in ((trainer(), 0), (WorkerHandshake(TOKEN), num_taken)):
+        taken = []
+
+        def receive(side=side, taken=taken):
+            for message in FrameReader(HANDSHAKE).feed(b"".join(frames)):
+                taken.append(side.receive(message))
+
+        if len(frames) == expected:
+            receive()
+        else:
+            with pytest.raises(PeerError):
+                receive()
+        assert [type(each) for each in taken] == [Auth] * expected
         assert not side.complete
+
+
+def is_challenge(frames):
+    """Return whether the first frame is a challenge of this protocol, by its body."""
+    head, body = (frames or [b""])[0][:6], (frames or [b""])[0][HEADER_NBYTES:]
+    try:
+        found = msgspec.msgpack.decode(body, type=Challenge)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return False
+    return head[4:] == b"\xff\x00" and found.protocol == PROTOCOL and len(found.nonce) == 32
 
 
 @settings(deadline=None, max_examples=50)

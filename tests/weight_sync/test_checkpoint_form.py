@@ -103,7 +103,7 @@ def test_form_that_copies_is_told_once_and_sends_present_values(caplog):
         (lambda t: {**split(t), "again": t["qk"]}, "has 96 bytes of 'qk' twice"),
         (lambda t: {**split(t), "k": t["qk"][3:5]}, "has 16 bytes of 'qk' twice"),
         (lambda t: {**split(t), "k": t["qk"][:2].t()}, "has 32 bytes of 'qk' twice"),
-        (lambda t: {**split(t), "again": t["norm"].clone()}, "16 bytes twice, as copies.*'again'"),
+        (lambda t: {**split(t), "again": t["norm"].clone()}, "16 bytes too many, as .*'again'"),
         (lambda t: t["not there"], "KeyError: 'not there'"),
         (lambda _: None, "TypeError"),
     ],
@@ -112,6 +112,93 @@ def test_form_that_copies_is_told_once_and_sends_present_values(caplog):
 def test_form_that_is_not_of_the_whole_is_refused(form, error):
     with pytest.raises(SourceError, match=error):
         _ = as_source(fused(), form).metadata
+
+
+@pytest.mark.parametrize(
+    ("view", "error"),
+    [
+        (lambda t: t[:1].expand(4, 4), "has 48 bytes of 'w' twice"),
+        (lambda t: t.as_strided((4, 4), (0, 1)), "has 48 bytes of 'w' twice"),
+        (lambda t: t.as_strided((2, 2, 4), (0, 4, 1)), "has 32 bytes of 'w' twice"),
+        (lambda t: t.as_strided((4, 4), (2, 1)), "has 24 bytes of 'w' twice"),
+        (lambda t: t.as_strided((4, 4), (1, 2)), "has 24 bytes of 'w' twice"),
+        (lambda t: t.as_strided((4, 4), (4, 1), 4), "has 16 bytes beside 'w'"),
+        (lambda t: t.as_strided((5, 4), (4, 1)), "has 16 bytes beside 'w'"),
+        (lambda t: t[:1].clone().expand(4, 4), "has 48 bytes of the copy 'w' twice"),
+    ],
+    ids=["expand", "stride 0", "half", "windows", "turned", "beside", "beyond", "copy"],
+)
+def test_form_is_judged_by_memory_where_it_has_as_many_bytes(view, error):
+    # Alone in its memory, of which it is not all.
+    tensors = {"w": torch.arange(20.0).view(5, 4)[:4]}
+    with pytest.raises(SourceError, match=error) as caught:
+        _ = as_source(tensors, lambda t: {"w": view(t["w"])}).metadata
+    assert caught.value.piece == "w"
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t.t(),
+        lambda t: t.unflatten(1, (2, 2)).transpose(0, 2),
+        lambda t: t.view(torch.int16),
+        lambda t: t.t().contiguous(),
+    ],
+    ids=["transposed", "split", "as integers", "copy"],
+)
+def test_form_of_all_elements_in_any_order_is_sent(view):
+    gaps = torch.arange(24.0).view(4, 6)[:, 1:5]
+    assert in_form({"w": gaps}, lambda t: {"w": view(t["w"])}).tensors["w"].nbytes == gaps.nbytes
+
+
+def test_sparse_tensor_is_renamed_or_copied_as_a_whole():
+    sparse = torch.eye(3).to_sparse()
+    for form in (lambda t: {"x": t["w"]}, lambda t: {"x": t["w"].clone()}):
+        assert list(in_form({"w": sparse}, form).tensors) == ["x"]
+    with pytest.raises(SourceError, match="has lost 36 bytes of 'w'"):
+        in_form({"w": sparse}, lambda _: {})
+
+
+def test_expanded_tensor_of_the_models_own_is_sent_as_it_is():
+    expanded = torch.ones(1, 4).expand(3, 4)
+    for form in (dict, lambda t: {"w": t["w"].t()}, lambda t: {"w": t["w"].contiguous()}):
+        assert in_form({"w": expanded}, form).tensors["w"].numel() == 12
+
+
+@pytest.mark.parametrize(
+    ("form", "error"),
+    [
+        (
+            lambda t: {name: each.double() for name, each in t.items()},
+            "has 'qk' as a copy of torch.float64, in place of torch.float32",
+        ),
+        (
+            lambda t: {**t, "norm": t["norm"].bfloat16()},
+            "has 'norm' as a copy of torch.bfloat16, in place of torch.float32",
+        ),
+        # As many bytes, and other numbers.
+        (
+            lambda t: {**t, "norm": t["norm"].int()},
+            "has 'norm' as a copy of torch.int32, in place of torch.float32",
+        ),
+        (
+            lambda t: {**t, "qk": nn.functional.pad(t["qk"], (0, 0, 0, 2))},
+            "has 32 bytes too many, as copies, first 'qk'",
+        ),
+        (lambda t: {**t, "qk": t["qk"][:5]}, "has lost 16 bytes of 'qk'"),
+    ],
+    ids=["cast up", "cast down", "same size", "padded", "cut"],
+)
+def test_form_that_casts_cuts_or_pads_is_told_what_does(form, error):
+    advice = "cast, cut or padded are so before: publish a mapping of such tensors, without form="
+    with pytest.raises(SourceError, match=f"{error}; a form keeps every element, .*{advice}"):
+        _ = as_source(fused(), form).metadata
+
+
+@pytest.mark.parametrize("form", [1, {}, "dict"])
+def test_form_that_is_no_function_is_refused(form):
+    with pytest.raises(TypeError, match=f"form is {form!r}, expected a function of names"):
+        Publisher(fused(), form=form)
 
 
 def test_two_names_of_one_tensor_are_one_in_any_form():

@@ -283,8 +283,20 @@ def test_head_that_is_tied_in_training_and_quantised_in_the_checkpoint_is_refuse
     there = in_int8(apart, [*LAYERS, "lm_head.weight"])
     made = fleet(model, base=base(there, INT8))
     made.join(there)
-    with pytest.raises(SchemaError, match=r"lm_head\.weight: wanted int8 .*got nothing"):
+    with pytest.raises(SchemaError, match=r"lm_head\.weight: wanted int8 .*got nothing") as caught:
         made.publish("v1")
+    assert "tied in the model of the publisher travel once" in caught.value.message
+    # It has a base.
+    assert "base=" not in caught.value.message
+
+
+def test_head_that_is_tied_in_training_is_sent_apart_as_the_refusal_says(fleet, base):
+    model = weights()
+    model["lm_head.weight"] = model["embed.weight"].clone()
+    there = in_int8(model, [*LAYERS, "lm_head.weight"])
+    made = fleet(model, base=base(there, INT8))
+    made.join(there)
+    assert made.publish("v1").ok
 
 
 # -- together with what else a publisher does

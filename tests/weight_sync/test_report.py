@@ -1,5 +1,7 @@
 """The report of a round as text: its table, and its stages as bars."""
 
+import dataclasses
+
 import pytest
 
 from wtransfer.weight_sync.report import Report, WorkerReport
@@ -76,3 +78,9 @@ def test_table_of_a_report_cannot_steer_the_terminal():
     lines = str(report_of({"init": 0.0}, **{"w\x1b[2J": {"\nstage": 1.0}})).splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["publisher", "w\\x1b[2J"]
     assert "\\nstage 1.000s" in lines[-1]
+
+
+def test_label_of_a_report_cannot_steer_the_terminal():
+    report = dataclasses.replace(report_of({"init": 0.0}), version="v\n1\x1b[2J\N{SNOWMAN}")
+    head, *_ = str(report).splitlines()
+    assert head.startswith("v\\n1\\x1b[2J\N{SNOWMAN}  ")

@@ -11,6 +11,7 @@ from torch import nn
 
 from wtransfer.weight_sync.checkpoint_form import module_state
 from wtransfer.weight_sync.storages import (
+    covered_nbytes,
     group_storages,
     num_holders,
     shared_memory,
@@ -151,3 +152,29 @@ def test_memory_in_common_is_found_wherever_it_lies():
 )
 def test_tensors_without_memory_have_none_in_common(one, other):
     assert shared_memory({"a": one}, {"a": other}) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "nbytes"),
+    [
+        (lambda: torch.zeros(1).expand(1 << 34), 4),
+        (lambda: torch.zeros(3, 1).expand(3, 1 << 34), 12),
+        (lambda: torch.zeros(1 << 20).as_strided((1 << 19, 1 << 19), (1, 1)), 4 * ((1 << 20) - 1)),
+    ],
+    ids=["expanded", "rows", "windows"],
+)
+def test_elements_that_are_one_cost_nothing_to_count(make, nbytes):
+    # One by one they would take 128 GiB and more.
+    assert covered_nbytes([make()]) == nbytes
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_covered_bytes_are_those_of_any_strides(seed):
+    generator = random.Random(seed)
+    places, parts = torch.arange(400.0), []
+    for _ in range(generator.randint(1, 3)):
+        shape = [generator.randint(1, 4) for _ in range(generator.randint(0, 3))]
+        strides = [generator.randint(0, 12) for _ in shape]
+        parts.append(places.as_strided(shape, strides, generator.randint(0, 40)))
+    shown = {place for part in parts for place in part.flatten().tolist()}
+    assert covered_nbytes(parts) == 4 * len(shown)

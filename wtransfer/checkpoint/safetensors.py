@@ -9,6 +9,7 @@ into memory of their own.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import struct
 from dataclasses import dataclass
@@ -76,10 +77,14 @@ class StoredTensor:
 def stored_form(piece: Piece) -> tuple[str, tuple[int, ...]]:
     """Return wire dtype and shape of a piece as files hold it.
 
-    The format has no complex numbers of 16 bytes: stored as pairs of numbers of 8.
+    The format has no complex numbers of 16 bytes: stored as pairs of numbers of 8. Numbers that are
+    packed into one element are counted one by one.
     """
     if piece.dtype == "complex128":
         return "float64", (*piece.shape, 2)
+    num_packed = WIRE_DTYPES[piece.dtype].num_packed
+    if num_packed > 1:
+        return piece.dtype, (*piece.shape[:-1], math.prod(piece.shape[-1:]) * num_packed)
     return piece.dtype, tuple(piece.shape)
 
 
@@ -141,8 +146,9 @@ def read_header(fd: int, shown: str) -> dict[str, StoredTensor]:
                 piece=name,
             )
         first, last = entry.data_offsets
-        stored = StoredTensor(Piece(name, _FROM_FORMAT[entry.dtype], entry.shape), base + first)
-        if stored.piece.nbytes != last - first:
+        stored = StoredTensor(_piece(name, entry), base + first)
+        is_whole = stored_form(stored.piece) == (stored.piece.dtype, entry.shape)
+        if not is_whole or stored.piece.nbytes != last - first:
             raise SourceError(
                 f"tensor {name!r} in {shown} lies from byte {first} to {last}, which is not what "
                 f"{entry.dtype} {list(entry.shape)} takes",
@@ -160,6 +166,14 @@ def read_header(fd: int, shown: str) -> dict[str, StoredTensor]:
     if end != nbytes:
         raise SourceError(f"{shown} has {nbytes - end:,} bytes that belong to no tensor")
     return found
+
+
+def _piece(name: str, entry: _Entry) -> Piece:
+    dtype, shape = _FROM_FORMAT[entry.dtype], entry.shape
+    num_packed = WIRE_DTYPES[dtype].num_packed
+    if num_packed > 1 and shape:
+        shape = (*shape[:-1], shape[-1] // num_packed)
+    return Piece(name, dtype, shape)
 
 
 def read_bytes(fd: int, stored: StoredTensor, into: memoryview, start: int, shown: str) -> None:

@@ -38,6 +38,7 @@ from wtransfer.errors import (
     WTransferError,
     to_wire,
 )
+from wtransfer.manifest import check_label
 from wtransfer.registry.option import plugin_option
 from wtransfer.weight_sync.http.client import parse_url
 from wtransfer.weight_sync.report import printable
@@ -178,6 +179,9 @@ class _Order:
         for option, label in (("--rollback", self.rollback), ("--label", self.label)):
             if label == "":
                 raise click.UsageError(f"{option} is empty: give the label of a version")
+            if label is not None:
+                with _usage_errors():
+                    check_label(label)
         if not self.version:
             raise click.UsageError(f"{self.checkpoint} has no name to be the label: add --label")
         if self.stages and self.as_json:

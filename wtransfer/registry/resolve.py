@@ -578,10 +578,17 @@ def add_file(kind: str, place: str) -> str:
     found = re.fullmatch(r"(.+\.py):(\w+)", place)
     if found is None:
         raise PluginSettingError(
-            f"{place!r} names no class of a file; expected for example ./my_engine.py:MyEngine"
+            f"{place!r:.200} names no class of a file; expected for example ./my_engine.py:MyEngine"
         )
-    path = Path(found[1]).resolve()
-    if not path.is_file():
+    try:
+        path = Path(found[1]).resolve()
+        is_file = path.is_file()
+    except (OSError, ValueError, RuntimeError) as error:
+        # Too long a path, one with a null character, or a circle of links.
+        raise PluginSettingError(
+            f"no file can have the path {place!r:.200}: {error!s:.200}"
+        ) from error
+    if not is_file:
         raise PluginSettingError(f"there is no file {path}")
     if "," in str(path) or not str(path).isprintable():
         raise PluginSettingError(

@@ -10,14 +10,23 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
 from wtransfer.errors import SourceError
-from wtransfer.weight_sync.storages import group_storages, memory_of, only_tensors, unwrap
+from wtransfer.weight_sync.storages import (
+    covered_nbytes,
+    group_storages,
+    memory_of,
+    merged,
+    num_bytes,
+    only_tensors,
+    spans_of,
+    unwrap,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +38,11 @@ if TYPE_CHECKING:
 
 OWN_FORM = "form=dict sends a model's own names and shapes"
 """Advice for a trainer whose workers have the form of its model."""
+KEEPS = (
+    "a form keeps every element, in its dtype; weights that are to be cast, cut or padded are so "
+    "before: publish a mapping of such tensors, without form="
+)
+"""What a form may do, and advice for what it may not."""
 _COMPILED = re.compile(r"\b_orig_mod\.")
 """Part of names that compiled modules within a model add."""
 
@@ -285,30 +299,62 @@ def _check_whole(given: Mapping[str, torch.Tensor], found: Mapping[str, torch.Te
     """Raise unless a form has each element of the tensors once; a copy may stand for any."""
     wanted, had = _by_memory(given), _by_memory(found)
     names = {memory_of(each): name for name, each in reversed(list(given.items()))}
-    lost: dict[object, int] = {}
+    copies = {memory_of(each): name for name, each in reversed(list(found.items()))}
+    lost: list[tuple[torch.dtype, int, str]] = []
     for place, tensors in wanted.items():
-        nbytes, overlap = _covered(tensors)
-        had_nbytes, had_overlap = _covered(had.get(place, []))
-        if had_overlap > overlap or had_nbytes > nbytes:
-            twice = max(had_overlap - overlap, had_nbytes - nbytes)
-            raise SourceError(
-                f"the form has {twice:,} bytes of {names[place]!r} twice", piece=names[place]
-            )
-        if had_nbytes < nbytes:
-            lost[place] = nbytes - had_nbytes
-    copied = {place: each for place, each in had.items() if place not in wanted}
-    spare = sum(each.nbytes for tensors in copied.values() for each in tensors)
-    for place, nbytes in lost.items():
-        spare -= nbytes
-        if spare < 0:
-            raise SourceError(
-                f"the form has lost {nbytes:,} bytes of {names[place]!r}", piece=names[place]
-            )
-    if spare:
-        name = next(n for n, each in found.items() if memory_of(each) in copied)
-        raise SourceError(
-            f"the form has {spare:,} bytes twice, as copies, first {name!r}", piece=name
+        parts, name = had.pop(place, []), names[place]
+        if list(map(id, parts)) == list(map(id, tensors)):
+            continue
+        nbytes, had_nbytes = _nbytes(tensors), _nbytes(parts)
+        if not parts:
+            lost.append((tensors[0].dtype, nbytes, name))
+            continue
+        spans, had_spans = spans_of(tensors), spans_of(parts)
+        covered, had_covered = num_bytes(spans), num_bytes(had_spans)
+        overlap = had_nbytes - had_covered - (nbytes - covered)
+        in_both = num_bytes(merged(spans, had_spans))
+        if overlap > 0:
+            raise _not_whole(f"has {overlap:,} bytes of {name!r} twice", name)
+        if in_both > covered:
+            beside = in_both - covered
+            raise _not_whole(f"has {beside:,} bytes beside {name!r}, of the same memory", name)
+        if in_both > had_covered or nbytes > had_nbytes:
+            num_lost = max(in_both - had_covered, nbytes - had_nbytes)
+            lost.append((tensors[0].dtype, num_lost, name))
+    spare: Counter[torch.dtype] = Counter()
+    for place, tensors in had.items():
+        nbytes, covered = _nbytes(tensors), covered_nbytes(tensors)
+        if nbytes > covered:
+            name = copies[place]
+            raise _not_whole(f"has {nbytes - covered:,} bytes of the copy {name!r} twice", name)
+        spare[tensors[0].dtype] += nbytes
+    _check_cast(lost, {each[0].dtype: copies[place] for place, each in reversed(had.items())})
+    for dtype, nbytes, name in lost:
+        spare[dtype] -= nbytes
+        if spare[dtype] < 0:
+            raise _not_whole(f"has lost {nbytes:,} bytes of {name!r}", name)
+    doubled = +spare
+    if doubled:
+        name = next(
+            n for n, each in found.items() if memory_of(each) in had and each.dtype in doubled
         )
+        raise _not_whole(f"has {doubled.total():,} bytes too many, as copies, first {name!r}", name)
+
+
+def _check_cast(
+    lost: Sequence[tuple[torch.dtype, int, str]], copied: Mapping[torch.dtype, str]
+) -> None:
+    """Raise if copies have a dtype that nothing has for which they may stand."""
+    dtypes = {dtype for dtype, _, _ in lost}
+    cast = [(dtype, name) for dtype, name in copied.items() if dtype not in dtypes]
+    if cast and dtypes:
+        dtype, name = cast[0]
+        told = ", ".join(sorted(map(str, dtypes)))
+        raise _not_whole(f"has {name!r} as a copy of {dtype}, in place of {told}", name)
+
+
+def _not_whole(text: str, name: str) -> SourceError:
+    return SourceError(f"the form {text}; {KEEPS}", piece=name)
 
 
 def _by_memory(tensors: Mapping[str, torch.Tensor]) -> dict[object, list[torch.Tensor]]:
@@ -319,24 +365,6 @@ def _by_memory(tensors: Mapping[str, torch.Tensor]) -> dict[object, list[torch.T
     return found
 
 
-def _covered(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """Return the bytes that tensors of one memory have, and how many of them overlap."""
-    found = [np.empty((0, 2), np.int64)]
-    for each in tensors:
-        if each.layout is not torch.strided or each.is_nested or len(tensors) == 1:
-            # Alone there: only the number counts.
-            found.append(np.array([[0, each.nbytes]]))
-            continue
-        # Spans of bytes: the innermost dimensions that lie in one piece are one span.
-        dims = sorted(d for d in zip(each.stride(), each.shape, strict=True) if d[1] != 1)
-        length, starts = 1, np.array([each.storage_offset()])
-        while dims and dims[0][0] == length:
-            length *= dims.pop(0)[1]
-        for stride, size in dims:
-            starts = (starts[:, None] + stride * np.arange(size)).ravel()
-        found.append(np.stack([starts, starts + length], axis=1) * each.itemsize)
-    spans = np.concatenate(found)
-    spans = spans[np.argsort(spans[:, 0])]
-    reached = np.minimum(np.maximum.accumulate(spans[:, 1])[:-1], spans[1:, 1])
-    overlap = np.clip(reached - spans[1:, 0], 0, None).sum()
-    return int((spans[:, 1] - spans[:, 0]).sum()), int(overlap)
+def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
+    # Of a sparse tensor torch states no bytes.
+    return sum(each.numel() * each.itemsize for each in tensors)

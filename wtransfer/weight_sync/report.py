@@ -207,7 +207,7 @@ class Report:
 
     def __str__(self) -> str:
         head = (
-            f"{self.version}  {self.outcome}  {self.nbytes / 1e6:.1f} MB in "
+            f"{printable(self.version)}  {self.outcome}  {self.nbytes / 1e6:.1f} MB in "
             f"{self.seconds.get('total', 0.0):.3f} s  {self.fingerprint}"
         )
         phases = [f"{name} {s:.3f}s" for name, s in self.seconds.items() if name != "total"]

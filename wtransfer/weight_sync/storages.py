@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -12,8 +13,9 @@ from torch.nn.parameter import is_lazy
 from wtransfer.transport.tensors import PLAIN_TYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
+    import numpy.typing as npt
     from torch import nn
 
 
@@ -131,6 +133,59 @@ def _span(tensor: torch.Tensor) -> tuple[str, int, int]:
     num_spanned = 1 + sum((size - 1) * stride for size, stride in dims)
     begin = tensor.data_ptr()
     return str(tensor.device), begin, begin + int(num_spanned) * tensor.itemsize
+
+
+def covered_nbytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Return how many bytes of one memory tensors have, each byte once."""
+    first = tensors[0]
+    if len(tensors) == 1 and first.layout is torch.strided and first.is_contiguous():
+        return first.nbytes
+    return num_bytes(spans_of(tensors))
+
+
+def spans_of(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
+    """Return the first byte, and the byte after the last, of each piece that tensors have.
+
+    Args:
+        tensors: Tensors of one memory.
+
+    Returns:
+        Rows that neither overlap nor touch, in order.
+
+    Cost: for a tensor with gaps, 32 bytes and 100 ns per piece without one.
+    """
+    found = [np.empty((0, 2), np.int64)]
+    for each in tensors:
+        if each.layout is not torch.strided or each.is_nested or not each.numel():
+            # Alone, as a whole.
+            found.append(np.array([[0, each.numel() * each.itemsize]]))
+            continue
+        # The innermost dimensions that leave no gap are one span.
+        dims = sorted(d for d in zip(each.stride(), each.shape, strict=True) if d[1] != 1)
+        length, starts = 1, np.array([each.storage_offset()])
+        while dims and dims[0][0] <= length:
+            stride, size = dims.pop(0)
+            length += stride * (size - 1)
+        for stride, size in reversed(dims):
+            starts = (starts[:, None] + stride * np.arange(size)).ravel()
+        found.append(np.stack([starts, starts + length], axis=1) * each.itemsize)
+    return merged(*found)
+
+
+def merged(*spans: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return what spans cover together, as rows that neither overlap nor touch, in order."""
+    rows = np.concatenate(spans)
+    # Stable: mostly in order already.
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    ends = np.maximum.accumulate(rows[:, 1])
+    is_first = np.ones(len(rows), bool)
+    is_first[1:] = rows[1:, 0] > ends[:-1]
+    return np.stack([rows[is_first, 0], ends[np.roll(is_first, -1)]], axis=1)
+
+
+def num_bytes(spans: npt.NDArray[np.int64]) -> int:
+    """Return how many bytes spans of `merged` have."""
+    return int((spans[:, 1] - spans[:, 0]).sum())
 
 
 def stands_alone(tensor: torch.Tensor) -> bool:

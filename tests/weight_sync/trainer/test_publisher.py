@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -126,12 +127,14 @@ def test_fewer_workers_than_wanted_are_too_few(fleet, weights):
     assert made.publish("v2").ok
 
 
-@pytest.mark.parametrize("version", ["", "v" * 257, 7, None])
+@pytest.mark.parametrize("version", ["", "v" * 257, 7, None, "half of a pair \ud800"])
 def test_a_label_is_short_text(fleet, weights, version):
     made = fleet(weights)
     made.join()
     with pytest.raises(ValueError, match="expected a label of 1 to 256 characters"):
         made.publisher.publish(version)
+    with pytest.raises(ValueError, match="expected a label of 1 to 256 characters"):
+        asyncio.run(made.publisher.publish_async(version))
 
 
 def test_a_closed_publisher_refuses_to_be_used(fleet, weights):

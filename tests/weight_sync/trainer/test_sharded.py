@@ -524,6 +524,15 @@ def test_a_rank_that_comes_for_another_version_is_sent_away(source, publish, sto
     assert coming.result(DEADLINE_S) == "abc"
 
 
+@pytest.mark.parametrize("version", ["", "half of a pair \ud800"])
+def test_rank_waits_for_no_version_that_can_have_no_label(store, version):
+    with (
+        TrainerRank({}, store=store, deadline_s=DEADLINE_S) as rank,
+        pytest.raises(ValueError, match="expected a label of 1 to 256 characters"),
+    ):
+        rank.publish(version)
+
+
 def fail_round(source, version):
     source.begin(version)
     source.end(BROKEN)

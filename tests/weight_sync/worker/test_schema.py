@@ -85,6 +85,19 @@ def test_a_cast_never_crosses_between_floats_and_integers(piece):
         check_fit(with_piece(*piece), SCHEMA, cast=True)
 
 
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no such dtype")
+def test_numbers_that_share_a_byte_are_cast_neither_way():
+    packed = SCHEMA | {"norm": TensorSpec(torch.float4_e2m1fn_x2, (8,))}
+    check_fit(with_piece("norm", "float4_e2m1fn_x2", (8,)), packed, cast=False)
+    for piece, schema in (
+        (("embed", "float4_e2m1fn_x2", (4, 2)), SCHEMA),
+        (("norm", "float32", (8,)), packed),
+    ):
+        with pytest.raises(SchemaError, match=piece[0]) as caught:
+            check_fit(with_piece(*piece), schema, cast=True)
+        assert "can be told to convert" not in str(caught.value)
+
+
 # FAULTS 45
 @pytest.mark.parametrize("names", [("embed",), ("head",), ("embed", "head")])
 def test_tied_weights_are_covered_by_any_of_their_names(names):

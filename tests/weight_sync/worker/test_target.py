@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.two_tensor import TwoTensor
 
 from wtransfer.errors import SchemaError
-from wtransfer.testing.contents import contents
+from wtransfer.testing.contents import contents, random_tensor
 from wtransfer.weight_sync import storages
 from wtransfer.weight_sync.storages import stands_alone
 from wtransfer.weight_sync.worker.target import (
@@ -162,10 +168,35 @@ UNWRITABLE = {
     "expanded": (lambda: torch.zeros(1).expand(4), "expanded"),
     "rows": (lambda: torch.zeros(1, 11)[:, ::10].expand(4, 2), "expanded"),
     "windows": (lambda: torch.zeros(5).unfold(0, 3, 1), "expanded"),
+    "meeting": (lambda: torch.zeros(7).as_strided((2, 3), (2, 2)), "expanded"),
     "sparse": (lambda: torch.eye(3).to_sparse(), "of layout torch.sparse_coo"),
     "lazy": (lambda: nn.LazyLinear(2).weight, "lazy"),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
     "quantised": (lambda: torch.quantize_per_tensor(torch.zeros(4), 1, 0, torch.qint8), "quantise"),
+}
+
+
+def sharded():
+    """Return a parameter of a module under ``fully_shard``, on one rank."""
+    # It moves nothing, and opens no descriptors that stay.
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        module = nn.Linear(4, 4)
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        return module.weight
+    finally:
+        dist.destroy_process_group()
+
+
+def fake():
+    with FakeTensorMode():
+        return nn.Parameter(torch.zeros(3))
+
+
+UNWRITABLE |= {
+    "sharded": (sharded, "a DTensor, which wraps others"),
+    "fake": (fake, "a FakeTensor, which wraps others"),
+    "wrapper": (lambda: TwoTensor(torch.zeros(3), torch.zeros(3)), "a TwoTensor, which wraps"),
 }
 
 
@@ -176,6 +207,28 @@ def test_unwritable_tensor_is_refused_and_named(commit, kind):
     with pytest.raises(SchemaError, match=rf"1 of 2 tensors .*\n  odd: .*{reason}") as caught:
         StateDictTarget({"good": torch.zeros(2), "odd": make()}, commit)
     assert caught.value.piece == "odd"
+
+
+@pytest.mark.parametrize("kind", ["sharded", "fake"])
+def test_tensor_that_became_unwritable_is_refused_at_the_plan(fleet, commit, kind):
+    weights = {"good": torch.ones(2), "odd": torch.ones(4, 4)}
+    serving = {name: torch.zeros_like(each) for name, each in weights.items()}
+    made = fleet(weights)
+    worker = made.join(serving, commit=commit)
+    serving["odd"] = UNWRITABLE[kind][0]()
+    with pytest.raises(
+        SchemaError, match=r"1 of 2 tensors cannot take .*\n  odd: a .*wraps"
+    ) as told:
+        made.publish("v1")
+    assert (told.value.piece, told.value.phase) == ("odd", "plan")
+    assert serving["good"].tolist() == [0.0, 0.0]
+    assert worker.session.version is None
+
+
+def test_tensor_whose_elements_lie_between_each_other_is_written(commit):
+    tensors = {"odd": torch.zeros(8).as_strided((2, 3), (3, 2))}
+    StateDictTarget(tensors, commit).apply({"odd": torch.arange(6.0).view(2, 3)})
+    assert tensors["odd"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
 
 
 def test_memory_that_was_freed_is_neither_written_nor_read(commit):
@@ -189,6 +242,22 @@ def test_memory_that_was_freed_is_neither_written_nor_read(commit):
         target.capture()
     with pytest.raises(SchemaError, match="odd: without all of its memory"):
         StateDictTarget(tensors, commit)
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no such dtype")
+@pytest.mark.parametrize("shape", [(3, 5), (SMALL_NBYTES, 2), ()], ids=str)
+def test_numbers_that_share_a_byte_are_applied_and_restored(fleet, commit, shape):
+    old, new = (random_tensor(torch.float4_e2m1fn_x2, shape, seed) for seed in (1, 2))
+    serving, weights = {"a": old.clone(), "b": torch.zeros(2)}, {"a": new, "b": torch.ones(2)}
+    before = contents(serving)
+    target = StateDictTarget(serving, commit)
+    captured = target.capture()
+    made = fleet(weights)
+    made.join(serving, commit=commit)
+    assert made.publish("v1").ok
+    assert contents(serving) == contents(weights)
+    StateDictTarget(serving, commit).apply(captured)
+    assert contents(serving) == before
 
 
 def test_a_model_made_in_inference_mode_is_written(commit):

@@ -35,6 +35,7 @@ from wtransfer.errors import (
     VersionNotKeptError,
     WTransferError,
 )
+from wtransfer.manifest import check_label
 from wtransfer.transport.channel import Listener
 from wtransfer.transport.handshake import new_token, resolve_token
 from wtransfer.weight_sync.messages import (
@@ -84,7 +85,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_VERSION_LENGTH = 256
 UNTOLD_HINT = (
     "; no token was given, so this publisher made its own, which workers must be told: read it "
     "from its `token`, or set WTRANSFER_TOKEN to one secret on both sides"
@@ -452,7 +452,7 @@ class Publisher:
                 why, worker by worker. Or the publisher itself failed then, and there is no report.
         """
         self._check_usable()
-        _check_version(version)
+        check_label(version)
         return self._run("publish", version, wait=wait, dry_run=dry_run)
 
     async def publish_async(self, version: str, *, dry_run: bool = False) -> Report:
@@ -472,7 +472,7 @@ class Publisher:
             WTransferError: As `publish`.
         """
         self._check_usable()
-        _check_version(version)
+        check_label(version)
         attempt = Attempt("publish_async")
         # With the caller's context: a round is a part of the trace in which it was begun.
         run = contextvars.copy_context().run
@@ -1016,13 +1016,6 @@ def _listed(hosts: Any) -> list[str | WeightSyncClient]:
     if isinstance(hosts, str) or not hasattr(hosts, "__iter__"):
         raise TypeError(f"hosts are {hosts!r:.200}, expected a list of URLs and clients")
     return list(hosts)
-
-
-def _check_version(version: object) -> None:
-    if not isinstance(version, str) or not 0 < len(version) <= MAX_VERSION_LENGTH:
-        raise ValueError(
-            f"version is {version!r:.100}, expected a label of 1 to {MAX_VERSION_LENGTH} characters"
-        )
 
 
 def _clipped(info: WorkerInfo) -> WorkerInfo:

@@ -37,6 +37,7 @@ from wtransfer.errors import (
     StallError,
     WTransferError,
 )
+from wtransfer.manifest import check_label
 from wtransfer.transport.tensors import dtype_name, lacks_memory
 from wtransfer.weight_sync.messages import ErrorInfo
 from wtransfer.weight_sync.trainer.gather_group import (
@@ -423,6 +424,7 @@ class TrainerRank:
             WTransferError: The round was aborted; the error is the publishing rank's.
         """
         check_process(self._pid, "TrainerRank")
+        check_label(version)
         interruptions: list[BaseException] = []
 
         def check() -> None:

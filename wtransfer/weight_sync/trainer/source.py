@@ -139,7 +139,8 @@ def as_source(
     """Return a source for a user's argument: a module, a mapping, or a source.
 
     Raises:
-        TypeError: None of these; or a form of a source, which yields the form that it wants.
+        TypeError: None of these; a form that is no function, or one of a source, which yields the
+            form that it wants.
         SourceError: The checkpoint `base` is none, or quantised in a way that cannot be made.
     """
     source = _source_of(model, form)
@@ -151,6 +152,8 @@ def _source_of(
 ) -> WeightSource:
     from collections.abc import Mapping as AnyMapping
 
+    if form is not None and not callable(form):
+        raise TypeError(f"form is {form!r:.100}, expected a function of names and tensors")
     if isinstance(model, torch.nn.Module):
         return ModuleSource(model, form)
     if isinstance(model, AnyMapping):

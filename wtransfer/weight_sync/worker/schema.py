@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import xxhash
 
+from wtransfer.dtypes import WIRE_DTYPES
 from wtransfer.errors import ManifestError, SchemaError
 from wtransfer.manifest import WHOLE, Manifest, Piece
 from wtransfer.transport.digests import digest
@@ -95,9 +96,15 @@ def check_fit(
                 "the form of the checkpoint that the worker has, Publisher(base=FOLDER)"
             )
         if missing and not strange:
+            # Of an update that has a base, whatever it lacks by itself has stayed.
+            if not manifest.kept and not manifest.scheme:
+                hints.append(
+                    "tensors that the publisher does not hold can stay as they are in the "
+                    "checkpoint that the worker was started with, Publisher(base=FOLDER)"
+                )
             hints.append(
-                "tensors that the publisher does not hold can stay as they are in the checkpoint "
-                "that the worker was started with, Publisher(base=FOLDER)"
+                "tensors that are tied in the model of the publisher travel once; where the target "
+                "has them apart, the publisher can send a mapping that has a clone of one"
             )
         elif missing:
             hints.append(
@@ -240,8 +247,12 @@ def _fits(piece: Piece, spec: TensorSpec, *, cast: bool) -> bool:
         return False
     if piece.dtype == dtype_name(spec.dtype):
         return True
-    wire = torch_dtype(piece.dtype)
-    return cast and wire.is_floating_point and spec.dtype.is_floating_point
+    return cast and _is_number(piece.dtype) and _is_number(dtype_name(spec.dtype))
+
+
+def _is_number(dtype: str) -> bool:
+    """Return whether an element is one floating number, which can be cast."""
+    return torch_dtype(dtype).is_floating_point and WIRE_DTYPES[dtype].num_packed == 1
 
 
 def _first(names: Sequence[str]) -> str:

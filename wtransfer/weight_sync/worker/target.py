@@ -19,6 +19,7 @@ from wtransfer.transport.tensors import PLAIN_TYPES, byte_view, lacks_memory
 from wtransfer.weight_sync.checkpoint_form import ModuleForm
 from wtransfer.weight_sync.storages import (
     Storages,
+    covered_nbytes,
     group_storages,
     memory_address,
     memory_of,
@@ -416,13 +417,18 @@ _NO_MEMORY = "without all of its memory: its storage was freed or cut"
 
 
 def _only_wraps(tensor: torch.Tensor) -> bool:
-    # A DTensor wraps others, too, and takes an update all the same.
-    return not hasattr(tensor, "full_tensor") and memory_address(tensor) is None
+    """Return whether writes to a tensor go elsewhere: a DTensor, a FakeTensor, other wrappers."""
+    # Asked first: torch warns where the address of a FakeTensor is read.
+    return tensor.untyped_storage().device.type == "meta" or memory_address(tensor) is None
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    if tensor.is_contiguous() or tensor.numel() == 0:
+    if tensor.is_contiguous():
         return False
-    dims = list(zip(tensor.shape, tensor.stride(), strict=True))
-    span = 1 + sum((size - 1) * stride for size, stride in dims)
-    return span < tensor.numel() or any(size > 1 and stride == 0 for size, stride in dims)
+    reached = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        # Dimensions that lie beside each other share nothing; others are looked at in full.
+        if size > 1 and stride < reached:
+            return covered_nbytes([tensor]) < tensor.nbytes
+        reached += stride * (size - 1)
+    return False
