@@ -36,7 +36,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import logging
 from collections import Counter
 from dataclasses import dataclass, field
@@ -63,7 +62,7 @@ from wtransfer.errors import ConnectorOptionError
 from wtransfer.registry.resolve import registry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
     from typing_extensions import Self
