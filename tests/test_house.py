@@ -216,9 +216,9 @@ def queues_of(tree):
 @pytest.mark.parametrize("room", ["kv", "specs", "connectors"])
 def test_no_plain_dict_is_a_queue_where_there_is_an_entry_for_each_block(room):
     # Finding its first entry takes longer with every entry deleted before it.
-    for name in MODULES:
+    for name, path in MODULES.items():
         if room_of(name) == room:
-            taken, ordered = queues_of(ast.parse(MODULES[name].read_text("utf-8")))
+            taken, ordered = queues_of(ast.parse(path.read_text("utf-8")))
             assert {each for each in taken if each.startswith("self.")} <= ordered, name
 
 
