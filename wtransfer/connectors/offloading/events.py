@@ -17,6 +17,7 @@ would be a block for each request, stored and removed by itself.
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 MAX_KEPT = 1 << 20
 """Most chunks that are told at a time, with those of other weights; the oldest are removed."""
-BLOCKS_PER_STEP = 1024
+BLOCKS_PER_STEP = 512
 """Most blocks that one step tells as stored, or as removed since the weights have changed."""
 
 
@@ -46,18 +47,35 @@ class _Kept:
     media: tuple[Medium, ...] = ()
     told: tuple[Medium, ...] = ()
     """Media in which it is told, not all of them media that have it."""
+    number: int = 0
+    """Order in which chunks came."""
 
 
-class _Chunks(dict[str, "OrderedDict[OffloadKey, _Kept]"]):
-    """Chunks by their weights, in order; weights without any are left out."""
+class _Chunks(dict[str, "OrderedDict[int, dict[OffloadKey, _Kept]]"]):
+    """Chunks by their weights, in pages by their numbers; weights without any are left out.
+
+    In pages, for a table of all would be made anew whenever it has doubled, within one step.
+    """
+
+    PAGE = 512
 
     def put(self, key: OffloadKey, kept: _Kept) -> None:
-        self.setdefault(kept.fingerprint, OrderedDict())[key] = kept
+        pages = self.setdefault(kept.fingerprint, OrderedDict())
+        pages.setdefault(kept.number // self.PAGE, {})[key] = kept
 
     def drop(self, key: OffloadKey, kept: _Kept) -> None:
-        of_weights = self.get(kept.fingerprint, {})
-        if of_weights.pop(key, None) is not None and not of_weights:
-            del self[kept.fingerprint]
+        number = kept.number // self.PAGE
+        pages = self.get(kept.fingerprint, OrderedDict())
+        page = pages.get(number, {})
+        if page.pop(key, None) is not None and not page:
+            del pages[number]
+            if not pages:
+                del self[kept.fingerprint]
+
+    def first(self, fingerprint: str | None) -> dict[OffloadKey, _Kept] | None:
+        """Return the first page of weights; None if there is none."""
+        pages = None if fingerprint is None else self.get(fingerprint)
+        return None if pages is None else next(iter(pages.values()))
 
 
 class BlockEvents:
@@ -81,7 +99,7 @@ class BlockEvents:
         self._told, self._untold = _Chunks(), _Chunks()
         self._weights: str | None = None
         """Fingerprint of the weights whose blocks are told."""
-        self._blocks = ToldBlocks()
+        self._blocks, self._numbers = ToldBlocks(), itertools.count()
         self._events: list[KVEvent] = []
 
     def describe(
@@ -136,7 +154,8 @@ class BlockEvents:
                     if kept is not None:
                         self._remove(key, kept, event.medium)
                 elif (kept := kept or (described or {}).get(key)) is not None:
-                    self._kept[key] = kept
+                    if not kept.media:
+                        self._kept[key], kept.number = kept, next(self._numbers)
                     if event.medium not in kept.media:
                         kept.media = (*kept.media, event.medium)
                         self._untold.put(key, kept)
@@ -172,15 +191,15 @@ class BlockEvents:
         events, self._events = self._events, []
         return events
 
-    def _next(self) -> OrderedDict[OffloadKey, _Kept] | None:
+    def _next(self) -> dict[OffloadKey, _Kept] | None:
         """Return chunks of which there is something to tell.
 
         What other weights have is told as removed before anything is told as stored.
         """
         others = (each for each in self._told if each != self._weights)
         if (other := next(others, None)) is not None:
-            return self._told[other]
-        return None if self._weights is None else self._untold.get(self._weights)
+            return self._told.first(other)
+        return self._untold.first(self._weights)
 
     def _remove(self, key: OffloadKey, kept: _Kept, *media: Medium) -> None:
         """Note that chunks are gone from media: told at once, however much is to be told."""
