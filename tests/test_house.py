@@ -195,6 +195,33 @@ def test_nothing_that_could_unpickle_is_imported(banned):
     assert users == []
 
 
+def queues_of(tree):
+    """Return the attributes whose first entries a module takes, and those that are OrderedDicts."""
+    taken, ordered, aliases = set(), set(), {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            pairs = [(node.targets[0], node.value)]
+            if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = zip(node.targets[0].elts, node.value.elts, strict=True)
+            aliases |= {ast.unparse(target): ast.unparse(value) for target, value in pairs}
+        elif isinstance(node, ast.AnnAssign) and "OrderedDict" in ast.unparse(node.annotation):
+            ordered.add(ast.unparse(node.target))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in {"iter", "islice"}:
+            of = node.args[0]
+            of = of.generators[0].iter if isinstance(of, ast.GeneratorExp) else of
+            taken.add(re.sub(r"\.(keys|values|items)\(\)$", "", ast.unparse(of)))
+    return {aliases.get(each, each) for each in taken}, ordered
+
+
+@pytest.mark.parametrize("room", ["kv", "specs", "connectors"])
+def test_no_plain_dict_is_a_queue_where_there_is_an_entry_for_each_block(room):
+    # Finding its first entry takes longer with every entry deleted before it.
+    for name, path in MODULES.items():
+        if room_of(name) == room:
+            taken, ordered = queues_of(ast.parse(path.read_text("utf-8")))
+            assert {each for each in taken if each.startswith("self.")} <= ordered, name
+
+
 def test_no_module_has_a_name_that_says_nothing():
     empty = {"utils", "util", "common", "helpers", "base", "misc"}
     assert [name for name in MODULES if name.rpartition(".")[2] in empty] == []

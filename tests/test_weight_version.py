@@ -169,8 +169,10 @@ def test_second_model_with_other_weights_is_not_vouched_for(weights):
     first, equal, other = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
     equal.load_state_dict(first.state_dict())
     weights.vouch(first)
+    shared = weights.version().fingerprint
     weights.vouch(equal)
     before = weights.version()
+    assert before.fingerprint == shared, "whichever computes, it is with these weights"
     with pytest.raises(ValueError, match="run one engine per process"):
         weights.vouch(other)
     assert weights.version() != before

@@ -92,8 +92,8 @@ class ProcessWeights:
     """The weights of all models of one process, under one name.
 
     KV cache is not marked with the model that computed it. Where a process holds several models (a
-    draft beside its target), a change of any of them is therefore a change of all, and the name is
-    this process's own: no other could tell which model has which weights.
+    draft beside its target), a change of any of them is therefore a change of all, and unless their
+    weights are equal the name is this process's own: no other could tell which model has which.
     """
 
     def __init__(self) -> None:
@@ -358,7 +358,8 @@ class ProcessWeights:
         return [*watched, *self._unwatched.values(), *vouched]
 
     def _joined(self, names: list[str]) -> str:
-        if len(names) < len(("one", "another")):
+        if len(set(names)) < len(("one", "another")):
+            # Models of equal weights: whichever computes, it is with these.
             return names[0] if names else self._own
         # In order of entry: which model has which weights matters.
         together = "\0".join([self._own, *names])

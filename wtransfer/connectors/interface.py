@@ -147,7 +147,7 @@ class KVConnectorOutput:
         return not any(vars(self).values())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class KVBlocks:
     """Consecutive blocks of one prefix, as the host's own events name them."""
 
@@ -165,7 +165,7 @@ class KVBlocks:
     """What each hash is over besides tokens: in the first block the salt."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class KVEvent:
     """Blocks of the present weights that were added to a medium, or removed from it."""
 
@@ -278,8 +278,9 @@ class ConnectorScheduler(ConnectorSide):
     def take_events(self) -> Iterable[Any]:
         """Return each `KVEvent` since the last call, in order; called in every step.
 
-        Blocks of other weights have the same hashes: with the first step after a change none of
-        them may be told any more. A block that may be gone is told as removed once that is known.
+        Blocks of other weights have the same hashes: from the first step after a change none of
+        them may be told as stored, and those told before are told as removed first, over several
+        steps where there are many. A block that may be gone is told as removed once that is known.
         """
         return ()
 

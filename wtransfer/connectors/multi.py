@@ -36,7 +36,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import logging
 from collections import Counter
 from dataclasses import dataclass, field
@@ -58,11 +57,12 @@ from wtransfer.connectors.interface import (
     KVEvent,
 )
 from wtransfer.connectors.serving_config import Instance, read_options
+from wtransfer.connectors.told_blocks import ToldBlocks
 from wtransfer.errors import ConnectorOptionError
 from wtransfer.registry.resolve import registry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
     from typing_extensions import Self
@@ -277,8 +277,7 @@ class MultiScheduler(MultiSide, ConnectorScheduler):
         self._finished_loading: dict[str, int] = {}
         self._next = MultiMetadata()
         self._warned: set[int] = set()
-        # Sub-connectors that have a block: by medium, group and hash, as told.
-        self._told: Counter[tuple[Any, int, bytes]] = Counter()
+        self._told = ToldBlocks()
 
     def on_new_request(self, request: Any) -> None:
         self._next.new.add(request.request_id)
@@ -447,39 +446,8 @@ class MultiScheduler(MultiSide, ConnectorScheduler):
         events: list[Any] = []
         for answer in self.query_all(lambda c: list(c.take_events())):
             for event in answer or ():
-                events += self._merge(event) if isinstance(event, KVEvent) else [event]
+                events += self._told.news(event) if isinstance(event, KVEvent) else [event]
         return events
-
-    def _merge(self, event: KVEvent) -> Iterator[KVEvent]:
-        """Yield the parts of an event that are the first to store a block, or the last to remove.
-
-        As many blocks are counted as are told at a time.
-        """
-        blocks, size = event.blocks, event.blocks.block_size
-        is_news = []
-        for block_hash in blocks.block_hashes:
-            name = event.medium, blocks.group, block_hash
-            is_news.append(self._told[name] == event.removed)
-            if not event.removed:
-                self._told[name] += 1
-            elif self._told[name] > 1:
-                self._told[name] -= 1
-            else:
-                del self._told[name]
-        for news, run in itertools.groupby(range(len(is_news)), is_news.__getitem__):
-            first, *rest = run
-            end = first + 1 + len(rest)
-            if news:
-                part = dataclasses.replace(
-                    blocks,
-                    block_hashes=blocks.block_hashes[first:end],
-                    parent_block_hash=(
-                        blocks.block_hashes[first - 1] if first else blocks.parent_block_hash
-                    ),
-                    token_ids=blocks.token_ids[first * size : end * size],
-                    extra_keys=blocks.extra_keys[first:end],
-                )
-                yield dataclasses.replace(event, blocks=part)
 
     def reset_cache(self) -> bool | None:
         """Return False if any sub-connector does, else True if any does, else None."""

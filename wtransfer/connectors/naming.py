@@ -73,16 +73,16 @@ class RequestNames:
 
         Args:
             fingerprint: Fingerprint of the weights that compute them.
-            most: Largest number of names; None: all.
+            most: Largest number of names; None: all. Later blocks are not hashed yet.
             group: Number of the KV cache group whose blocks are named.
         """
         if self._uncacheable:
             return []
-        self._hashes.extend(_tokens(self._request))
+        self._hashes.extend(_tokens(self._request), most)
         if fingerprint != self._fingerprint:
             self._fingerprint, self._named = fingerprint, {}
         named = self._named.setdefault(group, [])
-        for block_hash, check_hash in self._hashes.pairs[len(named) :]:
+        for block_hash, check_hash in self._hashes.pairs[len(named) : most]:
             key = make_offload_key(block_hash, group)
             named.append(fence_key(key, fingerprint, check_hash))
         return named[:most]

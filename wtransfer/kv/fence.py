@@ -49,6 +49,7 @@ A missed commit costs a miss at worst: keys contain the fingerprint of all ranks
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -193,7 +194,8 @@ class InvalidatedKeys:
     """Keys that are remembered. The oldest are dropped, and looked up once more."""
 
     def __init__(self) -> None:
-        self._replaced: dict[OffloadKey, OffloadKey] = {}
+        # No plain dict: finding its first entry takes longer with every entry deleted before it.
+        self._replaced: OrderedDict[OffloadKey, OffloadKey] = OrderedDict()
 
     def add(self, keys: Iterable[OffloadKey]) -> int:
         """Invalidate keys under which a load has failed; return how many were valid."""
@@ -202,7 +204,7 @@ class InvalidatedKeys:
         for key in new:
             self._replaced[key] = OffloadKey(xxhash.xxh3_128_digest(key) + key[FENCE_NBYTES:])
         while len(self._replaced) > self.MAX_KEYS:
-            del self._replaced[next(iter(self._replaced))]
+            self._replaced.popitem(last=False)
         return len(new)
 
     def valid(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:

@@ -68,9 +68,16 @@ class BlockHashes:
         self._hash = hash_function
         self._last = hash_function(root), _check_hash(root)
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Take the whole sequence as known now; its beginning is the sequence known before."""
-        words = list(_words(tokens[len(self.pairs) * self._block_size :], self._block_size))
+    def extend(self, tokens: Sequence[int], most: int | None = None) -> None:
+        """Take the whole sequence as known now; its beginning is the sequence known before.
+
+        Args:
+            tokens: The sequence.
+            most: Block up to which it is hashed; None: to its end.
+        """
+        size = self._block_size
+        end = None if most is None else most * size
+        words = list(_words(tokens[len(self.pairs) * size : end], size))
         parent, check_hash = self._last
         hashes = _chain(parent, words, self._hash)
         checks = _chain(check_hash, words, _check_hash)

@@ -23,7 +23,7 @@ import functools
 import queue
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -161,7 +161,7 @@ class TierLink(Link):
         self.copiers = copiers_of(self._buffers, groups, rank, blocks_per_chunk)
         self._lock = threading.Lock()
         # Keys of blocks that are there and of no use: they are put again all the same.
-        self._unreadable: dict[bytes, None] = {}
+        self._unreadable: OrderedDict[bytes, None] = OrderedDict()
         # By first buffer, the time since which it is in use.
         self._gets: dict[int, float] = {}
         self._is_stalled = self._is_ending = False
@@ -432,7 +432,7 @@ class TierLink(Link):
         with self._lock:
             self._unreadable[own] = None
             if len(self._unreadable) > InvalidatedKeys.MAX_KEYS:
-                del self._unreadable[next(iter(self._unreadable))]
+                self._unreadable.popitem(last=False)
 
     def _hangs(self) -> bool:
         """Return whether every thread that loads has been in one call for too long."""

@@ -20,6 +20,7 @@ import logging
 import os
 import threading
 import time
+from collections import OrderedDict
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from wtransfer.deadline import Deadline
@@ -113,9 +114,11 @@ class TierLookups:
         self._lock = threading.Lock()
         self._asked: list[tuple[OffloadKey, _Answer]] = []
         self._busy_since: float | None = None
-        self._failed: dict[OffloadKey, float] = {}
+        # No plain dicts where the first entry is taken: see `wtransfer.specs.policies`.
+        self._failed: OrderedDict[OffloadKey, float] = OrderedDict()
+        """Times until which keys are misses, the earliest first."""
         self._counts = Counts()
-        self._told: dict[OffloadKey, None] = {}
+        self._told: OrderedDict[OffloadKey, None] = OrderedDict()
         self._events: list[OffloadingEvent] | None = [] if config.enable_kv_cache_events else None
         self._pid, self._closed = os.getpid(), False
 
@@ -192,9 +195,12 @@ class TierLookups:
 
     def suspect(self, keys: Collection[OffloadKey]) -> None:
         """Let keys be misses for a while: another load may fail like this one."""
-        now = time.monotonic()
-        self._failed = {key: until for key, until in self._failed.items() if until > now}
-        self._failed.update(dict.fromkeys(keys, now + FAILED_S))
+        failed, now = self._failed, time.monotonic()
+        for key in keys:
+            failed[key] = now + FAILED_S
+            failed.move_to_end(key)
+        while failed and failed[next(iter(failed))] <= now:
+            failed.popitem(last=False)
         self._tell(keys, removed=True)
 
     def get_stats(self) -> Mapping[str, float]:
@@ -293,7 +299,7 @@ class TierManager(OffloadingManager):
         self._arena = CPUOffloadingManager(0) if arena is None else arena
         self._has_arena = arena is not None
         self._store_threshold = options.store_threshold
-        self._num_offers: dict[OffloadKey, int] = {}
+        self._num_offers: OrderedDict[OffloadKey, int] = OrderedDict()
         # Blocks on their way to the tier alone, and blocks on their way from it to the arena.
         self._storing: set[OffloadKey] = set()
         self._promoting: set[OffloadKey] = set()
@@ -465,7 +471,7 @@ class TierManager(OffloadingManager):
         for key in unique:
             offers[key] = offers.pop(key, 0) + 1
         while len(offers) > MAX_OFFERED:
-            del offers[next(iter(offers))]
+            offers.popitem(last=False)
         return [key for key in unique if offers.get(key, 0) >= least]
 
 

@@ -46,6 +46,20 @@ def test_weights_that_the_checker_draws_have_no_version(server, folders, no_flus
     assert (again.tokens, again.versions) == (first.tokens, [("A", 0, 8)])
 
 
+def test_label_of_a_caller_does_not_rename_weights_of_a_publisher(server, folders):
+    def name(label):
+        assert server.post("/update_weight_version", {"new_version": label})["success"]
+        return server.ask(PROMPT).versions
+
+    pushed(folders["A"], server, "A")
+    assert name("B") == [("A", 0, 8)]
+    # Weights that no publisher has named are the caller's to name.
+    assert server.post("/update_weights_from_disk", {"model_path": str(folders["B"])})["success"]
+    assert name("mine") == [("mine", 0, 8)]
+    pushed(folders["A"], server, "A")
+    assert server.ask(PROMPT).versions == [("A", 0, 8)]
+
+
 @pytest.mark.nightly
 def test_request_that_is_retracted_after_a_verb_takes_no_blocks_of_the_weights_before(
     server, folders, no_flush

@@ -12,15 +12,11 @@ pytest.importorskip("sglang", reason="SGLang is not installed: tests/make_env.py
 
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from wtransfer_sglang import bridge, plugin
+from wtransfer_sglang import plugin
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
-HOOKED = [
-    *plugin.BEFORE,
-    *plugin.AFTER,
-    *(f"{plugin.UPDATER}.{verb}" for verb in bridge.REPLACING),
-]
+HOOKED = [*plugin.BEFORE, *plugin.AFTER, *plugin.AROUND]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -300,6 +300,19 @@ def test_unknown_option_is_refused_by_name(opened):
         opened(extra={"sheff": "x"})
 
 
+def test_pages_of_few_tokens_are_warned_of_once_for_all_ranks(opened, monkeypatch, caplog):
+    opened(tp_rank=1)
+    assert "--page-size" not in caplog.text
+    opened()
+    (told,) = (each.message for each in caplog.records if "--page-size" in each.message)
+    assert told.startswith("--page-size 4: the tier held keeps a block of ")
+    assert "250 of them for a prompt of 1,000 tokens" in told
+    caplog.clear()
+    monkeypatch.setattr(storage, "SMALL_PAGE", PAGE)
+    opened()
+    assert "--page-size" not in caplog.text
+
+
 @pytest.mark.parametrize(
     "change", [{"layout": "page_unified"}, {"size_per_token": 1}, {"kv_buffer": None}]
 )

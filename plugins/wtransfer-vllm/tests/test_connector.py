@@ -175,7 +175,7 @@ def plan(scheduler, *, name=None, ids=(), num_tokens=0):
     if name is not None:
         scheduler.get_num_new_matched_tokens(request(name), 0)
         scheduler.update_state_after_alloc(request(name), blocks(*ids), num_tokens)
-    return scheduler.build_connector_meta(bag())
+    return scheduler.build_connector_meta(bag(total_num_scheduled_tokens=1))
 
 
 def step(worker, metadata, *, forward=True, finished=()):
@@ -442,7 +442,7 @@ def plan_loads(scheduler, **block_ids):
         scheduler.update_state_after_alloc(
             request(name), bag(get_block_ids=lambda ids=ids: ids), 16
         )
-    return scheduler.build_connector_meta(bag())
+    return scheduler.build_connector_meta(bag(total_num_scheduled_tokens=1))
 
 
 @pytest.mark.parametrize("named_early", [False, True])
@@ -512,6 +512,24 @@ def test_counters_add_up_over_ranks_and_intervals_and_gauges_do_not(adapter, mon
     assert worker.get_kv_connector_stats() is None
     assert build().is_empty()
     assert not together.is_empty()
+
+
+def test_step_that_computes_nothing_tells_the_numbers_that_stay_while_the_engine_is_idle(adapter):
+    (scheduler, _), (worker, _) = adapter("SCHEDULER"), adapter("WORKER")
+
+    def step(num_tokens, **stats):
+        Scripted.answers["stats"] = stats
+        metadata = scheduler.build_connector_meta(bag(total_num_scheduled_tokens=num_tokens))
+        worker.bind_connector_metadata(metadata)
+        told = [side.get_kv_connector_stats() for side in (worker, scheduler)]
+        worker.clear_connector_metadata()
+        return [each and each.data for each in told]
+
+    assert step(1, storing=1) == [{"worker_storing": 1}, {"scheduler_storing": 1}]
+    assert step(1, storing=2) == [None, None], "within the interval"
+    assert step(0, storing=0) == [{"worker_storing": 0}, {"scheduler_storing": 0}]
+    assert step(0, storing=0) == [None, None]
+    assert step(1, storing=3) == [None, None]
 
 
 def hashed_request(num_tokens, **more):

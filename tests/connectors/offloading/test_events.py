@@ -17,6 +17,7 @@ from wtransfer.specs import tier_manager
 from wtransfer.specs.arena import ArenaLayout
 from wtransfer.specs.file import FORMAT
 from wtransfer.specs.interface import Medium
+from wtransfer.testing.mini_engine.contract import Request
 
 PATIENCE_S = 60.0
 
@@ -30,6 +31,15 @@ def prompt(name, num_tokens, first=0, per_hash=BLOCK_SIZE, **particulars):
     """Return a request with the hashes of its host, which knows no weights."""
     request = request_of(name, num_tokens, first, **particulars)
     request.block_hashes = list(hash_blocks(request.all_token_ids, per_hash, b"the host's"))
+    return request
+
+
+def branch(name, first, other, num_tokens=21):
+    """Return a prompt that shares its first block with those that differ in `other` only."""
+    tokens = [first, *range(1, num_tokens)]
+    tokens[BLOCK_SIZE] = 1000 + other
+    request = Request(name, tokens, 100)
+    request.block_hashes = list(hash_blocks(tokens, BLOCK_SIZE, b"the host's"))
     return request
 
 
@@ -210,6 +220,28 @@ def test_block_of_two_arenas_is_told_until_both_have_evicted_it(rig, weights, pe
     assert advertised(made) == []
 
 
+@pytest.mark.parametrize("evicted", [0, 1])
+def test_block_that_two_chunks_begin_with_is_told_until_both_are_gone(rig, evicted):
+    made = rig(block_size=2 * BLOCK_SIZE)
+    prompts = [branch(f"r{number}", 0, number, 9) for number in range(2)]
+    for each in prompts:
+        made.keep(each, [0, 1, 2])
+    assert sorted(advertised(made)) == sorted({*prompts[0].block_hashes, *prompts[1].block_hashes})
+
+    def lose(request):
+        found, _ = made.ask(request)
+        made.allocate(request, [0, 1, 2], found)
+        submit_load, made.worker.submit_load = made.worker.submit_load, lambda *job: False
+        made.step()
+        made.worker.submit_load = submit_load
+
+    lose(branch("lost", 0, evicted, 9))
+    assert advertised(made) == prompts[1 - evicted].block_hashes
+    assert made.ask(branch("other", 0, 1 - evicted, 9)) == (8, True)
+    lose(branch("lost too", 0, 1 - evicted, 9))
+    assert advertised(made) == []
+
+
 # -- what is there
 
 
@@ -276,6 +308,74 @@ def test_change_of_weights_is_told_without_a_request(rig, weights):
     made.meet()
     made.settle()
     assert sorted(advertised(made)) == sorted(request.block_hashes)
+
+
+def take_steps(made, *steps):
+    """Take steps until nothing is to be told; return what each step has told."""
+    steps, told = list(steps), []
+    while steps or made.scheduler.has_pending_push_work():
+        made.step(*steps[:1])
+        del steps[:1]
+        told.append([*made.told])
+        made.listener.hear(made.told)
+        made.told.clear()
+    return told
+
+
+@pytest.mark.parametrize("per_chunk", [1, 2])
+def test_change_of_weights_is_told_over_several_steps_and_first_what_is_gone(
+    rig, weights, monkeypatch, per_chunk
+):
+    monkeypatch.setattr(events, "BLOCKS_PER_STEP", 4)
+    made = rig(block_size=BLOCK_SIZE * per_chunk)
+    of_a, of_b = prompt("r", 45), prompt("s", 13, first=1)
+    made.keep(of_a, range(12))
+    num_a = len(advertised(made))
+    assert num_a >= 10
+    weights.settle("B")
+    made.meet()
+    # Blocks that are stored meanwhile wait until no other weights' are told.
+    made.ask(of_b)
+    made.allocate(of_b, [0, 1, 2, 3])
+    told = take_steps(made, step(new=[(of_b, 0, 13)]))
+    assert all(sum(len(each.blocks.block_hashes) for each in some) <= 4 for some in told)
+    removed = [each.removed for some in told for each in some]
+    assert removed == sorted(removed, reverse=True)
+    assert removed.count(True) * per_chunk == num_a
+    assert advertised(made) == of_b.block_hashes[: 3 // per_chunk * per_chunk]
+    # On the way back as well; from the first block of a prompt on.
+    weights.settle("A")
+    made.meet()
+    told = take_steps(made)
+    assert all(sum(len(each.blocks.block_hashes) for each in some) <= 4 for some in told)
+    assert [each.removed for some in told for each in some][-num_a // per_chunk :].count(True) == 0
+    assert advertised(made) == of_a.block_hashes[:num_a]
+
+
+def test_weights_that_come_back_before_all_is_told_keep_what_is_still_told(
+    rig, weights, monkeypatch
+):
+    made = rig()
+    request = prompt("r", 45)
+    made.keep(request, range(12))
+    there = advertised(made)
+    monkeypatch.setattr(events, "BLOCKS_PER_STEP", 4)
+    weights.settle("B")
+    made.meet()
+    made.step()
+    assert advertised(made) == there[4:]
+    # A block that is evicted now is told so at once.
+    weights.settle("A")
+    made.meet()
+    assert [len(each) for each in take_steps(made)] == [4]
+    assert sorted(advertised(made)) == sorted(there)
+    weights.settle("B")
+    made.meet()
+    made.step()
+    made.scheduler.reset_cache()
+    made.step()
+    assert advertised(made) == []
+    assert not made.scheduler.has_pending_push_work()
 
 
 def test_nothing_is_told_while_weights_change(rig, weights):
@@ -457,21 +557,24 @@ def test_of_a_tier_without_bounds_the_blocks_told_last_are_told(rig, in_folder, 
 
 @pytest.fixture(params=[(Medium.CPU, 1), (Medium.CPU, 2), (Medium.STORAGE, 1)])
 def kept(request, rig, in_folder):
-    """A medium, and both sides over it."""
+    """A medium, blocks per chunk, and both sides over it."""
     medium, per_chunk = request.param
     room = {"cpu_bytes_to_use": room_for(1, per_chunk), "block_size": BLOCK_SIZE * per_chunk}
     if medium is Medium.STORAGE:
         room = in_folder()
-    return medium, rig(**room)
+    return medium, per_chunk, rig(**room)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_is_told_is_what_a_lookup_finds_in_any_order_of_events(kept, weights, seed):
-    medium, made = kept
+def test_what_is_told_is_what_a_lookup_finds_in_any_order_of_events(
+    kept, weights, monkeypatch, seed
+):
+    monkeypatch.setattr(events, "BLOCKS_PER_STEP", 3)
+    medium, per_chunk, made = kept
     rng = random.Random(seed)
 
-    def compute(name, first):
-        request = prompt(name, 21, first)
+    def compute(name, number):
+        request = branch(name, *divmod(number, 2))
         found = find(made, request)
         made.allocate(request, [0, 1, 2, 3, 4, 5], found)
         if found and rng.random() < 0.3:
@@ -495,10 +598,10 @@ def test_what_is_told_is_what_a_lookup_finds_in_any_order_of_events(kept, weight
         made.settle()
         made.step()
         there = set(advertised(made, medium))
-        for first in range(8):
-            request = prompt(f"ask{number}-{first}", 21, first)
+        for asked in range(8):
+            request = branch(f"ask{number}-{asked}", *divmod(asked, 2))
             told = [each in there for each in request.block_hashes] + [False]
-            assert 4 * told.index(False) == find(made, request)
+            assert 4 * (told.index(False) // per_chunk * per_chunk) == find(made, request)
             made.scheduler.request_finished(request, [])
     if medium is Medium.CPU:
         assert made.scheduler.get_stats()["evictions_total"]

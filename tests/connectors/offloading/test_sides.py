@@ -11,6 +11,7 @@ from sides import request_of, step
 
 from wtransfer import KVCacheConfig, KVConnectorFactory, KVTransferConfig, ServingConfig
 from wtransfer.connectors.interface import KVConnectorOutput, KVConnectorRole
+from wtransfer.connectors.offloading import scheduler
 from wtransfer.connectors.offloading.metadata import OffloadingWorkerMetadata, Outcome
 from wtransfer.errors import OffloadingOptionError
 from wtransfer.specs.interface import OffloadPolicy, RequestOffloadingContext
@@ -683,3 +684,35 @@ def test_a_request_of_a_reused_name_begins_with_the_current_weights(bench, weigh
     rig.allocate(request, [3, 4, 5])
     (job,) = rig.tell(step(new=[(request, 0, 9)])).stores
     assert job.blocks.block_ids == [3, 4]
+
+
+class Slices(list):
+    """Tokens that count how many are read."""
+
+    num_read = 0
+
+    def __getitem__(self, place):
+        found = super().__getitem__(place)
+        self.num_read += len(found) if isinstance(place, slice) else 1
+        return found
+
+
+def test_prompt_is_named_as_far_as_it_is_found(bench):
+    made = bench(num_blocks=400)
+    long = request_of("r", 1601)
+    made.keep(long, range(400))
+    for first, num_there in ((0, 1600), (1, 0)):
+        again = request_of(f"again {first}", 1_000_001, first)
+        again.all_token_ids = Slices(again.all_token_ids)
+        assert made.ask(again) == (num_there, num_there > 0)
+        assert again.all_token_ids.num_read <= 4 * num_there + 1000
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, 2, 3, 5, 8])
+def test_any_number_of_leading_blocks_is_found_whatever_is_named_at_once(
+    bench, monkeypatch, num_blocks
+):
+    monkeypatch.setattr(scheduler, "LOOKUP_BATCH", 1)
+    made = bench()
+    made.keep(request_of("r", 4 * num_blocks + 1), range(num_blocks + 1))
+    assert made.ask(request_of("s", 41))[0] == 4 * num_blocks

@@ -6,6 +6,10 @@ of the present weights, while the tier is asked at all. When that changes, the b
 are told as removed, and those that the tier still has of the weights that came back as stored. Each
 block is told as stored once, and as removed once before it is told as stored again.
 
+A step tells of `BLOCKS_PER_STEP` blocks, as a change may concern any number of them, and the
+scheduler waits. All that is no longer there is told before anything is told as stored, so a router
+never hears of a block that no look-up would find; what it has heard before, it believes until then.
+
 Blocks of requests with pictures or other media are not told: a key of ours is over all media of a
 request, and a hash of the host over those up to the end of the block. Of one hash before them there
 would be a block for each request, stored and removed by itself.
@@ -15,10 +19,12 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wtransfer.connectors.interface import KVBlocks, KVEvent
+from wtransfer.connectors.told_blocks import ToldBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -28,15 +34,48 @@ if TYPE_CHECKING:
 
 MAX_KEPT = 1 << 20
 """Most chunks that are told at a time, with those of other weights; the oldest are removed."""
+BLOCKS_PER_STEP = 512
+"""Most blocks that one step tells as stored, or as removed since the weights have changed."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Kept:
     """A chunk that a tier keeps, of present or other weights."""
 
     blocks: KVBlocks
     fingerprint: str
-    media: set[Medium] = field(default_factory=set)
+    media: tuple[Medium, ...] = ()
+    told: tuple[Medium, ...] = ()
+    """Media in which it is told, not all of them media that have it."""
+    number: int = 0
+    """Order in which chunks came."""
+
+
+class _Chunks(dict[str, "OrderedDict[int, dict[OffloadKey, _Kept]]"]):
+    """Chunks by their weights, in pages by their numbers; weights without any are left out.
+
+    In pages, for a table of all would be made anew whenever it has doubled, within one step.
+    """
+
+    PAGE = 512
+
+    def put(self, key: OffloadKey, kept: _Kept) -> None:
+        pages = self.setdefault(kept.fingerprint, OrderedDict())
+        pages.setdefault(kept.number // self.PAGE, {})[key] = kept
+
+    def drop(self, key: OffloadKey, kept: _Kept) -> None:
+        number = kept.number // self.PAGE
+        pages = self.get(kept.fingerprint, OrderedDict())
+        page = pages.get(number, {})
+        if page.pop(key, None) is not None and not page:
+            del pages[number]
+            if not pages:
+                del self[kept.fingerprint]
+
+    def first(self, fingerprint: str | None) -> dict[OffloadKey, _Kept] | None:
+        """Return the first page of weights; None if there is none."""
+        pages = None if fingerprint is None else self.get(fingerprint)
+        return None if pages is None else next(iter(pages.values()))
 
 
 class BlockEvents:
@@ -53,9 +92,14 @@ class BlockEvents:
         """Tokens per hash of the host, by which the tokens per block can be divided."""
         self._block_size, self._per_chunk = block_size, blocks_per_chunk
         self._enabled = enabled
-        self._kept: dict[OffloadKey, _Kept] = {}
-        self._told: str | None = None
+        # No plain dicts where the first entry is taken: see `wtransfer.specs.policies`.
+        self._kept: OrderedDict[OffloadKey, _Kept] = OrderedDict()
+        # Chunks that are told in a medium, and chunks that a medium has and that are not told in
+        # it: nothing is moved when the weights change, however many chunks there are.
+        self._told, self._untold = _Chunks(), _Chunks()
+        self._weights: str | None = None
         """Fingerprint of the weights whose blocks are told."""
+        self._blocks, self._numbers = ToldBlocks(), itertools.count()
         self._events: list[KVEvent] = []
 
     def describe(
@@ -110,49 +154,66 @@ class BlockEvents:
                     if kept is not None:
                         self._remove(key, kept, event.medium)
                 elif (kept := kept or (described or {}).get(key)) is not None:
-                    self._kept[key] = kept
+                    if not kept.media:
+                        self._kept[key], kept.number = kept, next(self._numbers)
                     if event.medium not in kept.media:
-                        kept.media.add(event.medium)
-                        self._tell(kept, event.medium, removed=False)
+                        kept.media = (*kept.media, event.medium)
+                        self._untold.put(key, kept)
         # A spec of a third party may have no bound: told less, a block costs a hit of a router.
-        excess = max(0, len(self._kept) - MAX_KEPT)
-        self.lose(list(itertools.islice(self._kept, excess)))
+        while len(self._kept) > MAX_KEPT:
+            self.lose([next(iter(self._kept))])
 
     def lose(self, keys: Iterable[OffloadKey]) -> None:
         """Take chunks as removed that no look-up will find, whatever the manager says of them."""
         for key in keys:
             if (kept := self._kept.get(key)) is not None:
-                for medium in list(kept.media):
-                    self._remove(key, kept, medium)
+                self._remove(key, kept, *kept.media)
 
     def is_due(self, fingerprint: str | None) -> bool:
         """Return whether `take` would return anything, or other weights are told from it on."""
-        return self._enabled and (bool(self._events) or fingerprint != self._told)
+        is_told = fingerprint == self._weights and self._next() is None
+        return self._enabled and (bool(self._events) or not is_told)
 
     def take(self, fingerprint: str | None) -> list[KVEvent]:
-        """Return the events since the last call.
+        """Return the events since the last call, of stored blocks as many as one step tells.
 
         Args:
             fingerprint: The present weights; None: no block would be found.
-
-        Cost: a change of weights looks at every chunk that is kept.
         """
-        if self._enabled and fingerprint != self._told:
-            for told, removed in ((self._told, True), (fingerprint, False)):
-                self._told = told
-                for kept in self._kept.values():
-                    for medium in kept.media:
-                        self._tell(kept, medium, removed=removed)
+        if self._enabled:
+            self._weights = fingerprint
+        num_told = 0
+        while num_told < BLOCKS_PER_STEP and (chunks := self._next()) is not None:
+            key, kept = next(iter(chunks.items()))
+            before = kept.told
+            self._tell(key, kept, kept.media if kept.fingerprint == self._weights else ())
+            num_told += self._per_chunk * abs(len(kept.told) - len(before))
         events, self._events = self._events, []
         return events
 
-    def _remove(self, key: OffloadKey, kept: _Kept, medium: Medium) -> None:
-        if medium in kept.media:
-            kept.media.remove(medium)
-            self._tell(kept, medium, removed=True)
+    def _next(self) -> dict[OffloadKey, _Kept] | None:
+        """Return chunks of which there is something to tell.
+
+        What other weights have is told as removed before anything is told as stored.
+        """
+        others = (each for each in self._told if each != self._weights)
+        if (other := next(others, None)) is not None:
+            return self._told.first(other)
+        return self._untold.first(self._weights)
+
+    def _remove(self, key: OffloadKey, kept: _Kept, *media: Medium) -> None:
+        """Note that chunks are gone from media: told at once, however much is to be told."""
+        kept.media = tuple(each for each in kept.media if each not in media)
+        self._tell(key, kept, tuple(each for each in kept.told if each in kept.media))
         if not kept.media:
             del self._kept[key]
 
-    def _tell(self, kept: _Kept, medium: Medium, *, removed: bool) -> None:
-        if kept.fingerprint == self._told:
-            self._events.append(KVEvent(kept.blocks, medium, removed))
+    def _tell(self, key: OffloadKey, kept: _Kept, media: tuple[Medium, ...]) -> None:
+        """Tell where a chunk is from now on."""
+        for told, others, removed in ((kept.told, media, True), (media, kept.told, False)):
+            for medium in told:
+                if medium not in others:
+                    self._events += self._blocks.news(KVEvent(kept.blocks, medium, removed))
+        kept.told = media
+        (self._told.put if media else self._told.drop)(key, kept)
+        (self._untold.drop if media == kept.media else self._untold.put)(key, kept)

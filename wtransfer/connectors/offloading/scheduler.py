@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LOOKUP_BATCH = 64
+"""Chunks of a request that are named before any is looked up; then twice as many each time."""
 STORE_BATCH = 32
 """Most chunks that are offered at once to the tier, which takes all of them or none."""
 
@@ -227,15 +229,21 @@ class OffloadingScheduler(ConnectorScheduler):
         if self._fence.versions(request_id) is None:
             self._counts["fence_misses_total"] += 1
         keys = [
-            self._keys(request_id, offered, group, first, last)
+            self._keys(request_id, offered, group, first, min(last, first + LOOKUP_BATCH))
             for group in range(len(self._windows))
         ]
+        if not keys[0]:
+            return 0
 
         def is_kept(group: int, chunk: int) -> bool | None:
-            found = self._manager.lookup(keys[group][chunk - first], offered.context)
+            named = keys[group]
+            # A long prompt that the tier does not have costs few names.
+            if chunk - first >= len(named):
+                end = min(last, max(chunk + 1, first + 2 * len(named)))
+                named = keys[group] = self._keys(request_id, offered, group, first, end)
+            found = self._manager.lookup(named[chunk - first], offered.context)
             return None if found is LookupResult.RETRY else found is LookupResult.HIT
 
-        last = first + len(keys[0])
         end, is_pending = longest_prefix(
             self._windows, self._naming.block_size, first, last, is_kept
         )

@@ -131,6 +131,15 @@ def replace_weights(verb: str, call: Callable[..., Any], updater: Any, recv_req:
         return call(updater, recv_req)
 
 
+def name_weights(call: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """Have a caller's label name no weights that have the label of a publisher."""
+    held = None if _bridge is None else _bridge.label
+    if held is not None and recv_req.new_version != held:
+        logger.warning("the weights stay %r and are not named %r", held, recv_req.new_version)
+        recv_req.new_version = held
+    return call(scheduler, recv_req)
+
+
 def heed_storage_end(_result: None, controller: Any, *_args: object, **_options: object) -> None:
     """Let calls of a tier's storage end soon when SGLang ends the threads that make them."""
     if (storage := _storage_of(controller)) is not None:
@@ -491,6 +500,12 @@ class Bridge:
         received = [torch.empty_like(sent) for _ in range(self._num_ranks)]
         torch.distributed.all_gather(received, sent, group=self._group)
         return [bytes(each.tolist()).decode().rstrip() for each in received]
+
+    @property
+    def label(self) -> str | None:
+        """Label of the version that this rank holds; None: the weights are of no version."""
+        session = self.session
+        return None if session is None or session.state == "empty" else session.version
 
     # -- weights that come by other ways
 

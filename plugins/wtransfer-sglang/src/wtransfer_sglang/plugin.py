@@ -41,6 +41,14 @@ AFTER: dict[str, Callable[..., Any]] = {
     f"{LOADERS}._initialize_model": proof.note_built,
 }
 """Targets -> hooks that run after them."""
+AROUND: dict[str, Callable[..., Any]] = {
+    **{
+        f"{UPDATER}.{verb}": functools.partial(bridge.replace_weights, verb)
+        for verb in bridge.REPLACING
+    },
+    f"{SCHEDULER}.handle_update_weight_version": bridge.name_weights,
+}
+"""Targets -> hooks that call them."""
 USED = (
     f"{SCHEDULER}.pause_generation",
     f"{SCHEDULER}.process_pending_chunked_abort",
@@ -100,15 +108,11 @@ def register() -> None:
             f"wtransfer-sglang has run with SGLang {', '.join(RELEASES)}, and this is "
             f"{sglang.__version__}: {_EFFECT}"
         )
-    around = {
-        f"{UPDATER}.{verb}": functools.partial(bridge.replace_weights, verb)
-        for verb in bridge.REPLACING
-    }
-    check_names([*BEFORE, *AFTER, *around, *USED])
+    check_names([*BEFORE, *AFTER, *AROUND, *USED])
     for kind, hooks in (
         (HookType.BEFORE, BEFORE),
         (HookType.AFTER, AFTER),
-        (HookType.AROUND, around),
+        (HookType.AROUND, AROUND),
     ):
         for target, hook in hooks.items():
             HookRegistry.register(target, hook, kind)

@@ -56,6 +56,8 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.001
 """Time between two looks at a job or a look-up that is under way, in seconds."""
+SMALL_PAGE = 16
+"""Tokens of a page below which the log warns: a tier works block by block."""
 TOKEN_AXES = {"layer_first": -3, "page_first": -4, "page_first_direct": -5, "page_head": -5}
 """Layout of SGLang's host memory -> its dimension that counts tokens, or pages of tokens."""
 _OF_SGLANG = {"backend_name", "module_path", "class_name", "interface_v1"}
@@ -139,6 +141,12 @@ class TierStorage(HiCacheStorage):
         layout = mem_pool_host.layout
         nbytes = pages[:1].numel() * pages.element_size()
         self._page_size = page_size = int(mem_pool_host.page_size)
+        if page_size < SMALL_PAGE and not self._config.tp_rank:
+            logger.warning(
+                "--page-size %d: the tier %s keeps a block of %d bytes for every %d tokens of each "
+                "rank, %d of them for a prompt of 1,000 tokens; set --page-size 64, say",
+                *(page_size, self._extra_config["tier"], nbytes, page_size, 1000 // page_size),
+            )
         self._namespace = f"{_identity(self._config)} {page_size} {page_form(layout, pages)}"
         spec = OffloadingSpecFactory.create_spec(
             OffloadingConfig(

@@ -79,6 +79,8 @@ class StepMetadata(KVConnectorMetadata):
     their blocks where vLLM has to be told of requests, and not of blocks."""
     ended: set[str] = field(default_factory=set)
     """Requests that have ended and keep their blocks; vLLM waits until each is sent."""
+    is_idle: bool = False
+    """True if nothing is computed in the step: no other may follow for a long time."""
 
 
 class WTransferConnector(KVConnectorBase_V1):
@@ -121,6 +123,7 @@ class WTransferConnector(KVConnectorBase_V1):
             with_our_names(vllm_config, self.connector_name), Role[role.name], shape
         )
         self._tp_size = vllm_config.parallel_config.tensor_parallel_size
+        self._is_idle = False
         self._stats = KVStatsInterval("worker" if is_worker else "scheduler", self._inner.get_stats)
         # Scheduler's side.
         events = getattr(vllm_config, "kv_events_config", None)
@@ -230,6 +233,7 @@ class WTransferConnector(KVConnectorBase_V1):
         inner = self._inner.build_connector_meta(scheduler_output)
         step, self._next = self._next, StepMetadata()
         step.inner = inner
+        step.is_idle = self._is_idle = not scheduler_output.total_num_scheduled_tokens
         return step
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -348,6 +352,7 @@ class WTransferConnector(KVConnectorBase_V1):
     def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
         """Take the connector metadata of the step that begins."""
         super().bind_connector_metadata(connector_metadata)
+        self._is_idle = connector_metadata.is_idle
         self._step, self._is_judged = connector_metadata, False
         # A request id may be used again: an early report was of the earlier request.
         self._early -= connector_metadata.loading.keys()
@@ -441,7 +446,7 @@ class WTransferConnector(KVConnectorBase_V1):
     # -- both
 
     def get_kv_connector_stats(self) -> KVStats | None:
-        return self._stats.take()
+        return self._stats.take(at_once=self._is_idle)
 
     def shutdown(self) -> None:
         self._inner.shutdown()

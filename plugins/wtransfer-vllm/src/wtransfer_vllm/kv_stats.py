@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 
 INTERVAL_S = 1.0
-"""Interval at which a side collects its numbers, in seconds: vLLM asks after every step."""
+"""Interval at which a side collects its numbers, in seconds, while vLLM, which asks after every
+step, computes something in each."""
 TOTAL = "_total"
 
 
@@ -66,10 +67,15 @@ class KVStatsInterval:
         self._due = 0.0
         self._has_failed = False
 
-    def take(self) -> KVStats | None:
-        """Return the numbers since the last time; None within an interval, or if none changed."""
+    def take(self, *, at_once: bool = False) -> KVStats | None:
+        """Return the numbers since the last time; None within an interval, or if none changed.
+
+        Args:
+            at_once: Whether the interval may be shorter: vLLM asks in steps alone, and what no step
+                tells stays as it was while the engine is idle.
+        """
         now = time.monotonic()
-        if now < self._due:
+        if now < self._due and not at_once:
             return None
         self._due = now + INTERVAL_S
         try:
