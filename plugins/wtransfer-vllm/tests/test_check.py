@@ -170,6 +170,29 @@ def test_model_that_cannot_be_checked_ends_with_2_and_a_sentence(model, tmp_path
     assert run(gptq, "--vllm", "[1]").exit_code == 2
 
 
+def test_model_whose_configuration_cannot_be_made_smaller_ends_with_2_and_a_sentence(model):
+    # Its layers have settings of their own by their numbers, of which the twin has too few.
+    settings = {
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+        "global_head_dim": 64,
+    }
+    done = run(model("gemma4_text", "Gemma4ForCausalLM", **settings), "--json")
+    document = json.loads(done.stdout)
+    assert (done.exit_code, document["result"]) == (2, "not checked"), done.output
+    assert document["error"].startswith("twins cannot be made: ValueError: ")
+    assert document["error"].endswith("; use --full")
+
+
+def test_an_error_of_any_kind_ends_with_2_and_is_shown_in_full(model, monkeypatch):
+    def start(*_):
+        raise OSError("no pipe")
+
+    monkeypatch.setattr(checking, "_start", start)
+    done = run(model("llama", "LlamaForCausalLM"))
+    assert (done.exit_code, "not checked: OSError: no pipe" in done.stdout) == (2, True)
+    assert 'raise OSError("no pipe")' in done.stderr
+
+
 def test_engine_that_ends_or_hangs_is_named_with_the_end_of_its_log(tmp_path, monkeypatch):
     from wtransfer_vllm import check_engine
 

@@ -21,6 +21,7 @@ import random
 import sys
 import tempfile
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -163,8 +164,11 @@ def check(
             document |= Comparison(engines, Path(folder), publishing, trained).run()
     except EndSignal as ended:
         sys.exit(ended.exit_code)
-    except WTransferError as error:
+    except Exception as error:  # Python's own exit code would say WRONG
         document |= {"result": "not checked", "error": str(error)}
+        if not isinstance(error, WTransferError):
+            traceback.print_exc()
+            document["error"] = f"{type(error).__name__}: {error}"
     document["seconds"] = round(time.monotonic() - begun, 1)
     document["exit_code"] = EXIT_CODES[document["result"]]
     click.echo(json.dumps(document, indent=2) if as_json else _shown(document))
