@@ -6,8 +6,10 @@ import _thread
 import asyncio
 import contextvars
 import gc
+import inspect
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -30,6 +32,45 @@ from wtransfer.errors import ClosedError, EngineError, ForkedError, StallError
 from wtransfer.weight_sync.trainer.engine_runner import EngineCall
 
 PATIENCE_S = 5.0
+
+
+class StrikeInCallback:
+    """Raises as the n-th callback of an event loop is entered, as a signal handler may."""
+
+    def __init__(self, number):
+        self.left = number
+
+    def __call__(self, frame, event, _):
+        caller, is_task = frame.f_back, frame.f_code.co_flags & inspect.CO_COROUTINE
+        is_called = caller is not None and caller.f_code is asyncio.Handle._run.__code__
+        if event == "call" and is_called and not is_task:
+            self.left -= 1
+            if self.left == -1:
+                raise OSError("struck")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("is_told", [True, False])
+@pytest.mark.parametrize("number", range(3))
+def test_wait_of_an_event_loop_ends_though_a_handler_has_raised_in_a_callback(number, is_told):
+    changed, state = Changed(), []
+
+    async def wait():
+        logged = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
+        strike = StrikeInCallback(number)
+        sys.setprofile(strike)
+        try:
+            if is_told:
+                start_call(lambda: (state.append(1), changed.notify_all()), "tests-notify")
+            found = await changed.wait_for_async(lambda: list(state), None if is_told else 0.25)
+        finally:
+            sys.setprofile(None)
+        return found, strike.left < 0, logged
+
+    found, struck, logged = asyncio.run(wait())
+    assert found == state
+    assert len(logged) == struck
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit, asyncio.CancelledError])

@@ -125,12 +125,17 @@ class Changed(_thread.RLock):  # type: ignore[misc]  # final in the stubs only
     async def wait_for_async(self, done: Callable[[], T], timeout_s: float | None = None) -> T:
         """Wait as `wait_for`, without blocking the event loop."""
         deadline = Deadline(LONGEST_S if timeout_s is None else timeout_s)
-        loop, come = asyncio.get_running_loop(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        sleep: asyncio.Future[None] = loop.create_future()
+
+        def end_sleep() -> None:
+            if not sleep.done():
+                sleep.set_result(None)
 
         def wake() -> None:
             # A loop that was closed in the middle of the wait has no task left to wake.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(come.set)
+                loop.call_soon_threadsafe(end_sleep)
 
         try:
             with self:
@@ -139,13 +144,17 @@ class Changed(_thread.RLock):  # type: ignore[misc]  # final in the stubs only
                 with self:
                     if (found := done()) or deadline.expired:
                         return found
-                # `asyncio.wait_for` drops a cancellation that comes along with the event.
-                timer = loop.call_later(min(deadline.remaining(), CHECK_S), come.set)
+                # Two: asyncio logs what a signal handler raises within a callback, and goes on; the
+                # callback has done nothing then. `asyncio.wait_for` would drop a cancellation that
+                # comes along with the notice.
+                pause_s = min(deadline.remaining(), CHECK_S)
+                timers = [loop.call_later(times * pause_s, end_sleep) for times in (1, 2)]
                 try:
-                    await come.wait()
+                    await sleep
                 finally:
-                    timer.cancel()
-                come.clear()
+                    for timer in timers:
+                        timer.cancel()
+                sleep = loop.create_future()
         finally:
             with self:
                 if wake in self._watchers:
