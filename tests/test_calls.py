@@ -6,7 +6,6 @@ import _thread
 import asyncio
 import contextvars
 import gc
-import inspect
 import os
 import signal
 import sys
@@ -35,42 +34,48 @@ PATIENCE_S = 5.0
 
 
 class StrikeInCallback:
-    """Raises as the n-th callback of an event loop is entered, as a signal handler may."""
+    """Raises at a place within an event's callback of an event loop, as a signal handler may.
 
-    def __init__(self, number):
-        self.left = number
+    Args:
+        event: ``call``: before the callback has done anything; ``line``: half way.
+    """
+
+    def __init__(self, event):
+        self.event, self.struck = event, False
 
     def __call__(self, frame, event, _):
-        caller, is_task = frame.f_back, frame.f_code.co_flags & inspect.CO_COROUTINE
-        is_called = caller is not None and caller.f_code is asyncio.Handle._run.__code__
-        if event == "call" and is_called and not is_task:
-            self.left -= 1
-            if self.left == -1:
-                raise OSError("struck")
+        code, set_ = frame.f_code, asyncio.Event.set.__code__
+        if code is not set_ or self.struck:
+            return None
+        half_way = event == "line" and frame.f_locals["self"]._value
+        if event == self.event == "call" or (self.event == "line" and half_way):
+            self.struck = True
+            raise OSError("struck")
+        return self
 
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("is_told", [True, False])
-@pytest.mark.parametrize("number", range(3))
-def test_wait_of_an_event_loop_ends_though_a_handler_has_raised_in_a_callback(number, is_told):
+@pytest.mark.parametrize("event", ["call", "line"])
+def test_wait_of_an_event_loop_ends_though_a_handler_has_raised_in_a_callback(event, is_told):
     changed, state = Changed(), []
 
     async def wait():
-        logged = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
-        strike = StrikeInCallback(number)
-        sys.setprofile(strike)
+        loop, logged = asyncio.get_running_loop(), []
+        loop.set_exception_handler(lambda _, context: logged.append(context))
+        strike = StrikeInCallback(event)
+        sys.settrace(strike)
         try:
             if is_told:
-                start_call(lambda: (state.append(1), changed.notify_all()), "tests-notify")
+                loop.call_soon(lambda: (state.append(1), changed.notify_all()))
             found = await changed.wait_for_async(lambda: list(state), None if is_told else 0.25)
         finally:
-            sys.setprofile(None)
-        return found, strike.left < 0, logged
+            sys.settrace(None)
+        return found, logged
 
-    found, struck, logged = asyncio.run(wait())
+    found, logged = asyncio.run(wait())
     assert found == state
-    assert len(logged) == struck
+    assert [str(each["exception"]) for each in logged] == ["struck"]
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit, asyncio.CancelledError])

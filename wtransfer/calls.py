@@ -125,17 +125,12 @@ class Changed(_thread.RLock):  # type: ignore[misc]  # final in the stubs only
     async def wait_for_async(self, done: Callable[[], T], timeout_s: float | None = None) -> T:
         """Wait as `wait_for`, without blocking the event loop."""
         deadline = Deadline(LONGEST_S if timeout_s is None else timeout_s)
-        loop = asyncio.get_running_loop()
-        sleep: asyncio.Future[None] = loop.create_future()
-
-        def end_sleep() -> None:
-            if not sleep.done():
-                sleep.set_result(None)
+        loop, come = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
             # A loop that was closed in the middle of the wait has no task left to wake.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(end_sleep)
+                loop.call_soon_threadsafe(come.set)
 
         try:
             with self:
@@ -144,17 +139,18 @@ class Changed(_thread.RLock):  # type: ignore[misc]  # final in the stubs only
                 with self:
                     if (found := done()) or deadline.expired:
                         return found
-                # Two: asyncio logs what a signal handler raises within a callback, and goes on; the
-                # callback has done nothing then. `asyncio.wait_for` would drop a cancellation that
-                # comes along with the notice.
+                # asyncio logs what a signal handler raises in a callback, and goes on. So a second
+                # one follows; the event is cleared first, for one that was half set stays as it is.
+                # `asyncio.wait_for` would drop a cancellation that comes along with the event.
                 pause_s = min(deadline.remaining(), CHECK_S)
-                timers = [loop.call_later(times * pause_s, end_sleep) for times in (1, 2)]
+                steps = (come.set, come.clear, come.set)
+                timers = [loop.call_later(at * pause_s, step) for at, step in enumerate(steps, 1)]
                 try:
-                    await sleep
+                    await come.wait()
                 finally:
                     for timer in timers:
                         timer.cancel()
-                sleep = loop.create_future()
+                come.clear()
         finally:
             with self:
                 if wake in self._watchers:
