@@ -330,6 +330,43 @@ def test_update_of_a_trainers_own_model_is_compared_last(monkeypatch, tmp_path, 
     assert document["result"] == ("WRONG" if result == "WRONG" else "right")
 
 
+class Caching:
+    """Stands in for an engine that loads other KV cache than it has computed.
+
+    Args:
+        stored: Salts of what is stored, of both engines.
+        has_prefix_cache: Whether it finds prefixes in a cache of its own first.
+    """
+
+    def __init__(self, stored, *, has_prefix_cache):
+        self.stored, self.has_prefix_cache = stored, has_prefix_cache
+        self.own, self.num_loaded = set(), 0
+
+    def do(self, order, prompts=None, salt=None, max_tokens=None):
+        if order == "hits":
+            return self.num_loaded
+        if order == "settle":
+            self.own.clear()
+            return True
+        is_loaded = salt in self.stored and salt not in self.own
+        self.num_loaded += is_loaded
+        self.stored.add(salt)
+        if self.has_prefix_cache:
+            self.own.add(salt)
+        return [{"tokens": [1], "likely": [{"1": -1.5 if is_loaded else -1.0}]}] * len(prompts)
+
+
+@pytest.mark.parametrize("has_prefix_cache", [True, False])
+def test_loaded_kv_is_compared_with_what_was_not_loaded(tmp_path, has_prefix_cache):
+    facts = {"vocab_size": 9, "special_tokens": [3], "max_model_len": 64}
+    stored = set()
+    updated, fresh = (Caching(stored, has_prefix_cache=has_prefix_cache) for _ in range(2))
+    engines = checking.Engines(updated, fresh, facts, None)
+    row = checking.Comparison(engines, tmp_path, {})._share_kv("KV", updated, fresh)
+    assert row.result == "WRONG"
+    assert "log probability -1.5" in row.why
+
+
 @pytest.mark.parametrize(
     ("fresh", "sentence"), [(1, "both models give the same tokens"), ("nan", "by no numbers")]
 )
