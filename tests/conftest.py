@@ -11,6 +11,7 @@ import runpy
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -139,6 +140,33 @@ def until():
             time.sleep(0.005)
 
     return wait
+
+
+class PythonCalls:
+    """Notes the Python functions that this thread enters: where signal handlers strike.
+
+    What a handler raises within a finaliser is lost, with what the finaliser has not done yet.
+    """
+
+    def __init__(self):
+        self.made = []
+
+    def __enter__(self):
+        sys.setprofile(self._note)
+        return self.made
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+    def _note(self, frame, event, _):
+        if event == "call" and frame.f_code is not PythonCalls.__exit__.__code__:
+            self.made.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
+
+
+@pytest.fixture
+def python_calls():
+    """A context in which every Python function that is entered is noted."""
+    return PythonCalls
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import contextvars
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -30,6 +31,51 @@ from wtransfer.errors import ClosedError, EngineError, ForkedError, StallError
 from wtransfer.weight_sync.trainer.engine_runner import EngineCall
 
 PATIENCE_S = 5.0
+
+
+class StrikeInCallback:
+    """Raises at a place within an event's callback of an event loop, as a signal handler may.
+
+    Args:
+        event: ``call``: before the callback has done anything; ``line``: half way.
+    """
+
+    def __init__(self, event):
+        self.event, self.struck = event, False
+
+    def __call__(self, frame, event, _):
+        code, set_ = frame.f_code, asyncio.Event.set.__code__
+        if code is not set_ or self.struck:
+            return None
+        half_way = event == "line" and frame.f_locals["self"]._value
+        if event == self.event == "call" or (self.event == "line" and half_way):
+            self.struck = True
+            raise OSError("struck")
+        return self
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("is_told", [True, False])
+@pytest.mark.parametrize("event", ["call", "line"])
+def test_wait_of_an_event_loop_ends_though_a_handler_has_raised_in_a_callback(event, is_told):
+    changed, state = Changed(), []
+
+    async def wait():
+        loop, logged = asyncio.get_running_loop(), []
+        loop.set_exception_handler(lambda _, context: logged.append(context))
+        strike = StrikeInCallback(event)
+        sys.settrace(strike)
+        try:
+            if is_told:
+                loop.call_soon(lambda: (state.append(1), changed.notify_all()))
+            found = await changed.wait_for_async(lambda: list(state), None if is_told else 0.25)
+        finally:
+            sys.settrace(None)
+        return found, logged
+
+    found, logged = asyncio.run(wait())
+    assert found == state
+    assert [str(each["exception"]) for each in logged] == ["struck"]
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit, asyncio.CancelledError])

@@ -349,6 +349,25 @@ def test_readme_holds_exactly_two_set_up_commands():
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: str(guide.relative_to(ROOT)))
+def test_what_a_guide_installs_is_in_a_checkout(guide):
+    tomllib = pytest.importorskip("tomllib")
+    for line in re.findall(r"pip install ([^`\n]*)", guide.read_text("utf-8")):
+        words = shlex.split(line.partition("&&")[0], comments=True)
+        ours = [re.fullmatch(r"([^\[]*)(?:\[(.*)\])?", each) for each in words]
+        ours = [each for each in ours if each and re.match(r"\.|wtransfer", each[1])]
+        for found in ours:
+            if found[1] == "./acme-stream":  # written by a command of the guide
+                continue
+            assert found[1].startswith("."), f"{found[0]} is in no checkout"
+            project = tomllib.loads((ROOT / found[1] / "pyproject.toml").read_text("utf-8"))
+            extras = project["project"].get("optional-dependencies", {})
+            assert set((found[2] or "").split(",")) - {""} <= extras.keys(), found[0]
+        plugins = [each[1] for each in ours if each[1].startswith("./plugins/")]
+        # A plug-in's requirement, which pip would look for elsewhere.
+        assert not plugins or any(each[1] == "." for each in ours), line
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: str(guide.relative_to(ROOT)))
 def test_its_links_lead_to_files(guide):
     targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", guide.read_text("utf-8"))
     assert [each for each in targets if not (guide.parent / each).exists()] == []

@@ -112,6 +112,39 @@ def test_a_model_that_is_gone_computes_nothing(weights):
     assert weights.version().epoch > before
 
 
+@pytest.mark.parametrize("way", ["watched", "vouched", "replaced"])
+def test_end_of_a_model_runs_no_code_in_which_a_signal_handler_could_strike(
+    weights, python_calls, way
+):
+    weights.hold("f0")
+    draft = Model()
+    if way == "watched":
+        weights.hold("g0", draft).close()
+    elif way == "vouched":
+        weights.vouch_by_fingerprint(F1, draft)
+    else:
+        weights.weights_replaced(draft)
+    assert weights.version().fingerprint.startswith("several:")
+    with python_calls() as made:
+        del draft
+    assert made == []
+    assert weights.version().fingerprint == "f0"
+
+
+def test_model_at_the_place_of_one_that_is_gone_has_not_its_name(weights):
+    for _ in range(50):
+        gone = Model()
+        weights.vouch_by_fingerprint(F1, gone)
+        place = id(gone)
+        del gone
+        model = Model()
+        if id(model) == place:
+            weights.hold("g0", model)
+            assert weights.version().fingerprint == "g0"
+            return
+    pytest.skip("no object came to the place of another")
+
+
 def test_equal_models_that_are_vouched_for_have_one_name_and_others_have_another():
     names = []
     for weight in (1.0, 1.0, 2.0):

@@ -139,12 +139,17 @@ class Changed(_thread.RLock):  # type: ignore[misc]  # final in the stubs only
                 with self:
                     if (found := done()) or deadline.expired:
                         return found
-                # `asyncio.wait_for` drops a cancellation that comes along with the event.
-                timer = loop.call_later(min(deadline.remaining(), CHECK_S), come.set)
+                # asyncio logs what a signal handler raises in a callback, and goes on. So a second
+                # one follows; the event is cleared first, for one that was half set stays as it is.
+                # `asyncio.wait_for` would drop a cancellation that comes along with the event.
+                pause_s = min(deadline.remaining(), CHECK_S)
+                steps = (come.set, come.clear, come.set)
+                timers = [loop.call_later(at * pause_s, step) for at, step in enumerate(steps, 1)]
                 try:
                     await come.wait()
                 finally:
-                    timer.cancel()
+                    for timer in timers:
+                        timer.cancel()
                 come.clear()
         finally:
             with self:

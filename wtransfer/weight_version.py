@@ -12,7 +12,6 @@ must not serve unverified KV cache, and while a model changes there is no versio
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import itertools
 import logging
@@ -21,6 +20,7 @@ import re
 import secrets
 import threading
 import weakref
+from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
@@ -108,6 +108,8 @@ class ProcessWeights:
         self._own = local_fingerprint()
         self._unwatched: dict[int, str] = {}
         self._vouches: dict[int, Vouch] = {}
+        self._ends: dict[int, _End] = {}
+        self._gone: deque[_End] = deque()
         self._named: WeightVersion | None = None
         self._num_withheld = 0
         self._epoch = secrets.randbits(31) << COUNT_BITS
@@ -116,8 +118,11 @@ class ProcessWeights:
     def version(self) -> WeightVersion | None:
         """Return the version of this process's weights at this moment; None while they change.
 
-        Cost: 0.1 us; takes no lock.
+        Cost: 0.1 us; takes no lock, unless a model is gone.
         """
+        if self._gone:
+            with self._lock:
+                self._forget_gone()
         return self._version
 
     @contextlib.contextmanager
@@ -146,6 +151,7 @@ class ProcessWeights:
         """
         held = HeldWeights(self, model)
         with self._lock:
+            self._forget_gone()
             self._models[held] = fingerprint
             self._unwatched.pop(held.number, None)
             vouch = self._vouches.pop(held.number, None)
@@ -283,9 +289,7 @@ class ProcessWeights:
         return [held for held in list(self._models) if held.is_of(model)]
 
     def _vouch_as(self, vouch: Vouch, model: object) -> None:
-        number = id(model)
-        # Not at the end of the process: no version is read then.
-        weakref.finalize(model, self._forget, number).atexit = False
+        number = self._await_end(model)
         self._unwatched.pop(number, None)
         self._vouches[number] = vouch
         self._renew_version()
@@ -325,17 +329,32 @@ class ProcessWeights:
         self._leaving.discard(held)
         # No session watches over this model any more: its KV cache gets a name that no other
         # process knows.
-        if held.when_gone(functools.partial(self._forget, held.number)):
+        model = held.model()
+        if model is not None:
+            self._await_end(model)
+        if model is not None or not held.is_observable:
             self._unwatched[held.number] = local_fingerprint()
         self._renew_version()
 
-    def _forget(self, number: int) -> None:
-        """Drop a collected model that no session watched over: it computes nothing any more."""
-        with self._lock:
-            unwatched = self._unwatched.pop(number, None)
-            vouch = self._vouches.pop(number, None)
-            if unwatched is not None or vouch is not None:
-                self._renew_version()
+    def _await_end(self, model: object) -> int:
+        """Note when a model will be gone; return its number."""
+        self._forget_gone()  # its number may have been theirs
+        end = _End(model, self._gone.append)
+        end.number = id(model)
+        self._ends[end.number] = end
+        return end.number
+
+    def _forget_gone(self) -> None:
+        """Drop collected models that no session watched over: they compute nothing any more."""
+        had_names = False
+        for end in list(self._gone):
+            self._ends.pop(end.number, None)
+            for names in (self._unwatched, self._vouches):
+                had_names |= names.pop(end.number, None) is not None
+            with contextlib.suppress(ValueError):
+                self._gone.remove(end)
+        if had_names:
+            self._renew_version()
 
     def _renew_version(self) -> None:
         self._epoch += 1
@@ -366,20 +385,33 @@ class ProcessWeights:
         return "several:" + xxhash.xxh3_128_hexdigest(together.encode())
 
 
+class _End(weakref.ref[object]):
+    """Tells that a model is gone by a callback of C alone, as `deque.append`.
+
+    A callback in Python is a place for signal handlers, whose exception is lost there, and with it
+    what the callback was to do.
+    """
+
+    number: int
+    """The model's."""
+
+
 class HeldWeights:
     """The weights of one model; made by `ProcessWeights.hold`."""
 
     def __init__(self, process: ProcessWeights, model: object) -> None:
         self._process = process
         self._model: Callable[[], object] | None = None
+        self.is_observable = False
+        """False of a plain dictionary, say, whose end nothing tells."""
         self.vouch: tuple[str, Vouch] | None = None
         """Fingerprint that the session enters, and the vouch that names the same weights."""
         self.number = -next(_numbers)
         """Tells models apart, as long as they live."""
-        # The end of a plain dictionary, say, cannot be observed.
         with contextlib.suppress(TypeError):
             self._model = weakref.ref(model)
             self.number = id(model)
+            self.is_observable = True
 
     def name(self, fingerprint: str | None) -> str | None:
         """Return the name of the weights that the session calls by this fingerprint."""
@@ -391,15 +423,9 @@ class HeldWeights:
         """Return whether this is the model, and can be told from others."""
         return self._model is not None and self._model() is model
 
-    def when_gone(self, call: Callable[[], object]) -> bool:
-        """Register a call for when the model is gone; return whether it is there now."""
-        if self._model is None:
-            return True
-        model = self._model()
-        if model is not None:
-            # Not at the end of the process: no version is read then.
-            weakref.finalize(model, call).atexit = False
-        return model is not None
+    def model(self) -> object:
+        """Return the model; None: it is gone, or its end cannot be observed."""
+        return self._model and self._model()
 
     @contextlib.contextmanager
     def changing(self, outcome: Callable[[], str]) -> Iterator[None]:

@@ -139,6 +139,16 @@ def test_a_lease_lasts_as_long_as_anything_made_from_the_mapping(lease, exporter
     assert exporter.wait_free(1, PATIENCE_S)
 
 
+def test_lease_ends_without_code_in_which_a_signal_handler_could_strike(
+    lease, exporter, python_calls
+):
+    held = lease(1)
+    with python_calls() as made:
+        del held
+    assert made == []
+    assert exporter.wait_free(1, PATIENCE_S)
+
+
 def test_each_attachment_is_a_lease_on_its_own_segment(lease, exporter, segment):
     exporter.export(2, segment)
     one, other = lease(1), lease(1)
@@ -152,9 +162,9 @@ def test_each_attachment_is_a_lease_on_its_own_segment(lease, exporter, segment)
 def test_a_received_descriptor_is_no_other_programs(lease, monkeypatch):
     inheritable = []
 
-    def spy(fd, nbytes):
+    def spy(fd, *args):
         inheritable.append(os.get_inheritable(fd))
-        return map_private(fd, nbytes)
+        return map_private(fd, *args)
 
     monkeypatch.setattr(lease_module, "map_private", spy)
     lease(1)
@@ -381,9 +391,9 @@ def test_a_lease_outlives_a_dial_that_is_called_off_too_late(exporter, segment, 
     exporter.export(1, segment)
     dial = Dial()
 
-    def call_off_first(fd, nbytes):
+    def call_off_first(*args):
         dial.call_off()
-        return map_private(fd, nbytes)
+        return map_private(*args)
 
     monkeypatch.setattr(lease_module, "map_private", call_off_first)
     held = attach(exporter.address, exporter.secret, 1, dial=dial)

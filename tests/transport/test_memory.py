@@ -133,9 +133,12 @@ def test_memory_of_a_closed_segment_lives_with_its_views():
             closed()
 
 
-def test_a_dropped_segment_leaves_nothing():
+def test_a_dropped_segment_leaves_nothing_by_no_code_in_which_a_handler_could_strike(python_calls):
     # `nothing_left` looks.
-    Segment(PAGE)
+    segment = Segment(PAGE)
+    with python_calls() as made:
+        del segment
+    assert made == []
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, PAGE - 1, PAGE + 1])

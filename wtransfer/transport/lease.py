@@ -27,7 +27,6 @@ import contextlib
 import os
 import socket
 import threading
-import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -46,7 +45,7 @@ from wtransfer.errors import (
 )
 from wtransfer.transport.address import address_beside, limit_wait, parse_address
 from wtransfer.transport.channel import Codec, Connection, Dial, Listener, MessageType, dialed
-from wtransfer.transport.memory import Segment, map_private, os_errors
+from wtransfer.transport.memory import Segment, closed_when_dropped, map_private, os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -311,10 +310,11 @@ def attach(
     with _attached(address, secret, segment_id, timeout_s, dial) as (sock, answer, fd):
         # Before there is a mapping: a connection that is shut down would end its lease.
         dial.done()
-        mapping = map_private(fd, answer.nbytes)
+        kept: list[object] = []
+        mapping = map_private(fd, answer.nbytes, kept)
         # From here on the connection ends with the mapping. Not at interpreter exit, where a
         # daemon thread may still run the model: the kernel closes it after the last thread.
-        weakref.finalize(mapping, os.close, sock.detach()).atexit = False
+        kept.append(closed_when_dropped(sock.detach()))
         return Lease(segment_id, answer.nbytes, mapping)
 
 

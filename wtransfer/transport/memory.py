@@ -22,8 +22,8 @@ import fcntl
 import mmap
 import os
 import resource
+import select
 import time
-import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -131,9 +131,8 @@ class Segment:
     def _own(self, fd: int, nbytes: int) -> None:
         self.nbytes = nbytes
         """Size in bytes."""
-        self._fd = fd
         # Also closes the descriptor of a segment that is dropped, here below or later.
-        self._close_fd = weakref.finalize(self, os.close, fd)
+        self._held: select.epoll | None = closed_when_dropped(fd)
         _require_size(fd, nbytes)
         self._buffer: ByteArray | None = map_file(fd, max(nbytes, 1), private=False)[:nbytes]
 
@@ -163,9 +162,9 @@ class Segment:
         Raises:
             ClosedError: The segment was closed.
         """
-        if not self._close_fd.alive:
+        if (held := self._held) is None:
             raise ClosedError("this shared segment was closed; make another one")
-        return self._fd
+        return held.fileno()
 
     @property
     def buffer(self) -> ByteArray:
@@ -180,8 +179,7 @@ class Segment:
 
     def close(self) -> None:
         """Release descriptor and mapping; the memory is freed with its last user anywhere."""
-        self._buffer = None
-        self._close_fd()
+        self._buffer = self._held = None
 
 
 class PopulatingAhead:
@@ -243,7 +241,23 @@ def _sealed_memory(nbytes: int) -> int:
     return fd
 
 
-def map_private(fd: int, nbytes: int) -> ByteArray:
+def closed_when_dropped(fd: int) -> select.epoll:
+    """Return an object with whose end a descriptor of any kind is closed.
+
+    By C alone: a finaliser in Python is a place for signal handlers, whose exception is lost there,
+    with the descriptor. Of Python's own classes of C this one asks nothing of the descriptor, and
+    closes it without a warning.
+    """
+    return select.epoll.fromfd(fd)
+
+
+class _Mapping(mmap.mmap):
+    """Memory that keeps an object for as long as it is mapped."""
+
+    kept: object = None
+
+
+def map_private(fd: int, nbytes: int, kept: object = None) -> ByteArray:
     """Map a segment copy-on-write: writes stay in this process.
 
     Pages that were never written here show the segment's *present* content: a process that maps a
@@ -252,6 +266,7 @@ def map_private(fd: int, nbytes: int) -> ByteArray:
     Args:
         fd: Descriptor; may be closed afterwards.
         nbytes: Size to map.
+        kept: An object to keep for as long as the mapping.
 
     Returns:
         uint8 array, not populated. The mapping ends with it and all views made from it.
@@ -262,7 +277,7 @@ def map_private(fd: int, nbytes: int) -> ByteArray:
     """
     _require_size(fd, nbytes)
     with os_errors(f"mapping {nbytes:,} bytes"):
-        return map_file(fd, max(nbytes, 1), private=True)
+        return map_file(fd, max(nbytes, 1), private=True, kept=kept)
 
 
 def _require_size(fd: int, nbytes: int) -> None:
@@ -461,7 +476,7 @@ def _levels_free(files: _CgroupFiles, root: Path, path: str) -> Iterator[int]:
         folder = folder.parent
 
 
-def map_file(fd: int, nbytes: int, *, private: bool) -> ByteArray:
+def map_file(fd: int, nbytes: int, *, private: bool, kept: object = None) -> ByteArray:
     """Map a file from its start, readable and writable, where huge pages fit.
 
     The ``mmap`` module maps wherever the kernel offers room, which for a file is any page. So an
@@ -473,6 +488,7 @@ def map_file(fd: int, nbytes: int, *, private: bool) -> ByteArray:
         fd: Descriptor; may be closed afterwards, and none is kept.
         nbytes: Size to map, at least 1 and at most the file's.
         private: Whether writes stay in this process (copy-on-write).
+        kept: An object to keep for as long as the mapping.
 
     Returns:
         uint8 array of shape ``(nbytes,)``. Views made from it keep it, and it the mapping.
@@ -482,12 +498,13 @@ def map_file(fd: int, nbytes: int, *, private: bool) -> ByteArray:
     """
     alignment = HUGE_PAGE_NBYTES if nbytes >= HUGE_PAGE_NBYTES else mmap.PAGESIZE
     prot = mmap.PROT_READ | mmap.PROT_WRITE
-    owner = mmap.mmap(
+    owner = _Mapping(
         -1,
         nbytes + alignment - mmap.PAGESIZE,
         flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE,
         prot=prot,
     )
+    owner.kept = kept
     offset = -np.frombuffer(owner, dtype=np.uint8).ctypes.data % alignment
     # Not a slice: slices of a slice would keep the owner, not the array that is returned here.
     array = np.frombuffer(owner, dtype=np.uint8, count=nbytes, offset=offset)

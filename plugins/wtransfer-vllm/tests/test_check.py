@@ -170,6 +170,29 @@ def test_model_that_cannot_be_checked_ends_with_2_and_a_sentence(model, tmp_path
     assert run(gptq, "--vllm", "[1]").exit_code == 2
 
 
+def test_model_whose_configuration_cannot_be_made_smaller_ends_with_2_and_a_sentence(model):
+    # Its layers have settings of their own by their numbers, of which the twin has too few.
+    settings = {
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+        "global_head_dim": 64,
+    }
+    done = run(model("gemma4_text", "Gemma4ForCausalLM", **settings), "--json")
+    document = json.loads(done.stdout)
+    assert (done.exit_code, document["result"]) == (2, "not checked"), done.output
+    assert document["error"].startswith("twins cannot be made: ValueError: ")
+    assert document["error"].endswith("; use --full")
+
+
+def test_an_error_of_any_kind_ends_with_2_and_is_shown_in_full(model, monkeypatch):
+    def start(*_):
+        raise OSError("no pipe")
+
+    monkeypatch.setattr(checking, "_start", start)
+    done = run(model("llama", "LlamaForCausalLM"))
+    assert (done.exit_code, "not checked: OSError: no pipe" in done.stdout) == (2, True)
+    assert 'raise OSError("no pipe")' in done.stderr
+
+
 def test_engine_that_ends_or_hangs_is_named_with_the_end_of_its_log(tmp_path, monkeypatch):
     from wtransfer_vllm import check_engine
 
@@ -305,6 +328,43 @@ def test_update_of_a_trainers_own_model_is_compared_last(monkeypatch, tmp_path, 
     assert document["rows"][-1]["name"] == "update by transformers"
     # A form that does not fit is no failure of updates in the checkpoint's.
     assert document["result"] == ("WRONG" if result == "WRONG" else "right")
+
+
+class Caching:
+    """Stands in for an engine that loads other KV cache than it has computed.
+
+    Args:
+        stored: Salts of what is stored, of both engines.
+        has_prefix_cache: Whether it finds prefixes in a cache of its own first.
+    """
+
+    def __init__(self, stored, *, has_prefix_cache):
+        self.stored, self.has_prefix_cache = stored, has_prefix_cache
+        self.own, self.num_loaded = set(), 0
+
+    def do(self, order, prompts=None, salt=None, max_tokens=None):
+        if order == "hits":
+            return self.num_loaded
+        if order == "settle":
+            self.own.clear()
+            return True
+        is_loaded = salt in self.stored and salt not in self.own
+        self.num_loaded += is_loaded
+        self.stored.add(salt)
+        if self.has_prefix_cache:
+            self.own.add(salt)
+        return [{"tokens": [1], "likely": [{"1": -1.5 if is_loaded else -1.0}]}] * len(prompts)
+
+
+@pytest.mark.parametrize("has_prefix_cache", [True, False])
+def test_loaded_kv_is_compared_with_what_was_not_loaded(tmp_path, has_prefix_cache):
+    facts = {"vocab_size": 9, "special_tokens": [3], "max_model_len": 64}
+    stored = set()
+    updated, fresh = (Caching(stored, has_prefix_cache=has_prefix_cache) for _ in range(2))
+    engines = checking.Engines(updated, fresh, facts, None)
+    row = checking.Comparison(engines, tmp_path, {})._share_kv("KV", updated, fresh)
+    assert row.result == "WRONG"
+    assert "log probability -1.5" in row.why
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ with warnings.catch_warnings():
         KVCacheConfig,
         KVCacheGroupSpec,
         MambaSpec,
+        MLAAttentionSpec,
         SlidingWindowSpec,
         UniformTypeKVCacheSpecs,
     )
@@ -262,6 +263,20 @@ def test_step_planned_before_a_failed_load_was_reported_is_not_saved(adapter):
     assert "saved" not in inner.calls
     step(worker, plan(scheduler))
     assert "saved" in inner.calls
+
+
+def test_latent_attention_is_refused_where_vllm_computes_none_over_a_prefix(adapter):
+    # On a CPU without AMX vLLM turns its prefix cache off: tokens over a loaded prefix were others.
+    latent = cache_config(MLAAttentionSpec(block_size=16, **PAGE))
+    adapter.config.cache_config.enable_prefix_caching = False
+    for role in ("SCHEDULER", "WORKER"):
+        with pytest.raises(
+            ConnectorOptionError, match="other tokens over a prefix that was loaded"
+        ):
+            adapter(role, latent)
+    adapter("SCHEDULER")
+    adapter.config.cache_config.enable_prefix_caching = True
+    adapter("SCHEDULER", latent)
 
 
 def test_draft_model_is_refused_under_a_layerwise_connector(adapter):

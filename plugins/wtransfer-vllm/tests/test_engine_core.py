@@ -1,5 +1,6 @@
 """The watch over an engine core, where a live one cannot be brought into the case."""
 
+import functools
 import sys
 import types
 from collections import deque
@@ -442,6 +443,26 @@ def test_update_ordered_in_sleep_is_committed_on_wake_up(make):
         worker.will(applied=True, touched=True, state="serving", version="b")
     assert core.wake_up(tags=["weights"]) is True
     assert (core.label, [names_of(worker) for worker in workers]) == ("b", [["commit"]] * 2)
+
+
+@pytest.mark.parametrize("has_adapters", [True, False])
+def test_commit_in_any_call_resets_adapters_as_the_finish_of_vllm_does(make, has_adapters):
+    core, workers = make()
+    core.vllm_config.lora_config = bag() if has_adapters else None
+    for worker in workers:
+        resets = functools.partial(worker.called.append, ("reset of adapters", None))
+        worker.model_runner = bag(reset_lora_state=resets)
+    core.sleep(2)
+    for worker in workers:
+        worker.weight_transfer_engine.member.pending = True
+        worker.will(applied=True, touched=True, state="serving", version="b")
+    core.wake_up()
+    reset = ["reset of adapters"] * has_adapters
+    assert names_of(workers[1]) == ["commit", *reset]
+    # The order of a publisher that was lost is carried out as the next one invites.
+    invitation = {"wtransfer": {"address": "unix:@x"}}
+    core.collective_rpc("init_weight_transfer_engine", None, (), {"init_info": invitation})
+    assert names_of(workers[1]) == ["commit", *reset, "init_weight_transfer_engine", *reset]
 
 
 def test_wake_up_without_a_pending_update_commits_nothing(make):

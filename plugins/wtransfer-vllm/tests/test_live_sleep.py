@@ -5,12 +5,15 @@ memory. Only the workers' part is not there on a CPU ("sleep mode is not support
 it"), so the tests let the memory go themselves.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
 
 import pytest
-from engines import PROMPTS, HostError, await_commit, publish, until
+import tiny_models
+import wtransfer
+from engines import PROMPTS, Engine, HostError, await_commit, publish, until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
@@ -104,6 +107,34 @@ def test_engine_without_publisher_stays_empty(engine, fresh):
     assert engine.do("wake_up") is True
     assert (engine.do("label"), engine.do("session")["state"]) == ("empty", "empty")
     assert engine.tokens(PROMPTS) != fresh["B"]
+
+
+@pytest.mark.nightly
+def test_adapter_that_lost_its_memory_is_loaded_again_after_the_commit(models, weights, tmp_path):
+    adapter = str(tiny_models.make_adapter(tmp_path / "adapter", 1))
+    options = {
+        "enable_lora": True,
+        "max_lora_rank": 8,
+        "weight_transfer_config": {"backend": "shm"},
+    }
+    with contextlib.ExitStack() as stack:
+        engine, fresh = (
+            stack.enter_context(
+                contextlib.closing(Engine(tmp_path, model=str(models / name), **options))
+            )
+            for name in ("A", "B")
+        )
+        expected = fresh.do("generate", PROMPTS, 16, adapter)
+        assert expected != fresh.tokens(PROMPTS)
+        publisher = stack.enter_context(wtransfer.Publisher(weights["B"], deadline_s=10))
+        engine.invite(publisher)
+        publisher.wait_for_workers(1, timeout_s=20)
+        publish(publisher, engine, "b")
+        engine.do("generate", PROMPTS, 16, adapter)
+        fall_asleep(engine)
+        until(lambda: [each.state for each in publisher.workers()] == ["pending"])
+        assert engine.do("wake_up") is True
+        assert engine.do("generate", PROMPTS, 16, adapter) == expected
 
 
 @pytest.mark.nightly

@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+    from vllm.model_executor.model_loader.reload import layerwise, record_metadata_for_reloading
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 CONFIG = types.SimpleNamespace(
@@ -167,6 +167,41 @@ def test_layer_that_receives_nothing_is_found_and_one_that_shares_its_tensor_is_
     with pytest.raises(ReloadError, match="received no elements"):
         reload(model, CONFIG, first.items())
     assert torch.equal(model.two.weight, before[0]["two.weight"][1])
+
+
+class Table(nn.Module):
+    """Has a buffer, which is in a checkpoint or is not."""
+
+    def __init__(self, *, persistent):
+        super().__init__()
+        self.register_buffer("table", torch.full((4, 4), 3.0), persistent=persistent)
+
+
+@pytest.fixture
+def warned(monkeypatch):
+    """Layers of which vLLM says that they were not loaded."""
+    said = []
+    monkeypatch.setattr(layerwise.logger, "warning", lambda text, *values: said.append(values[0]))
+    return said
+
+
+def test_layer_is_said_to_be_not_loaded_only_where_a_checkpoint_has_something_of_it(warned):
+    model = Model(one=Linear(), head=Linear(), positions=Table(persistent=False))
+    model.head.weight = model.one.weight
+    first, second = weights_of(model, 1), weights_of(model, 5)
+    model.load_first(first)
+    prove(model, CONFIG, first.items())
+    reload(model, CONFIG, second.items())
+    assert warned == []
+    assert model.positions.table.unique().tolist() == [3.0]
+    assert not model.positions.state_dict()
+    with pytest.raises(ReloadError, match="received no elements"):
+        reload(model, CONFIG, ())
+    assert warned == ["Linear", "Linear"]
+    model = Model(one=Linear(), saved=Table(persistent=True))
+    model.load_first(weights_of(Model(one=model.one), 1))
+    reload(model, CONFIG, weights_of(Model(one=model.one), 2).items())
+    assert warned[2:] == ["Table"]
 
 
 def load_half(parameter, tensor):

@@ -95,6 +95,23 @@ def make(
     return folder
 
 
+def make_adapter(folder: Path, seed: int) -> Path:
+    """Write a random LoRA adapter of the queries, for models of `make`."""
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        f"base_model.model.model.layers.{index}.self_attn.q_proj.lora_{part}.weight": torch.randn(
+            shape, generator=generator
+        )
+        for index in range(LAYERS)
+        for part, shape in (("A", (8, HIDDEN)), ("B", (HIDDEN, 8)))
+    }
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
+
+
 EXPERTS = CONFIG | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",

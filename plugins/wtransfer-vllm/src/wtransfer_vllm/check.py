@@ -21,6 +21,7 @@ import random
 import sys
 import tempfile
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -166,8 +167,11 @@ def check(
             document |= Comparison(engines, Path(folder), publishing, trained).run()
     except EndSignal as ended:
         sys.exit(ended.exit_code)
-    except WTransferError as error:
+    except Exception as error:  # Python's own exit code would say WRONG
         document |= {"result": "not checked", "error": str(error)}
+        if not isinstance(error, WTransferError):
+            traceback.print_exc()
+            document["error"] = f"{type(error).__name__}: {error}"
     document["seconds"] = round(time.monotonic() - begun, 1)
     document["exit_code"] = EXIT_CODES[document["result"]]
     click.echo(json.dumps(document, indent=2) if as_json else _shown(document))
@@ -368,10 +372,12 @@ class Comparison:
     def _share_kv(self, name: str, writer: EngineProcess, reader: EngineProcess) -> Row:
         """Compare answers to prompts whose KV cache another engine has stored."""
         prompts, own, shared = self._prompts(KV_PROMPT_LENGTHS), self._salt(), self._salt()
-        self._ask(self._fresh, prompts, own)
+        computed = self._ask(self._fresh, prompts, own)
         # With vLLM's own prefix cache: some models round otherwise where a prefix is not computed.
-        expected = self._ask(self._fresh, prompts, own)
-        self._widen("KV", expected, prompts, own)
+        cached, num_loaded = self._load(self._fresh, prompts, own)
+        # If vLLM has none for this model, the connector has loaded: that is what is to be compared.
+        expected, salt = (computed, None) if num_loaded else (cached, own)
+        self._widen("KV", expected, prompts, salt)
         self._ask(writer, prompts, shared)
         if not writer.do("settle", prompts[0][:3]):
             return Row(name, "WRONG", "blocks that were stored stay held")

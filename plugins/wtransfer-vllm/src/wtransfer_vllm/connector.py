@@ -31,6 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.platforms import current_platform
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from wtransfer import KVCacheConfig, KVConnectorFactory
@@ -539,6 +540,18 @@ def cache_shape(vllm_config: Any, kv_cache_config: Any, *, supports_hma: bool) -
     found = kv_cache_config.kv_cache_groups
     made = [_group(each, is_only=len(found) == 1) for each in found]
     groups = tuple(each for each in made if each is not None)
+    parts = [getattr(each.kv_cache_spec, "kv_cache_specs", {}).values() for each in found]
+    specs = itertools.chain([each.kv_cache_spec for each in found], *parts)
+    is_latent = "MLAAttentionSpec" in {type(each).__name__ for each in specs}
+    if (
+        is_latent
+        and current_platform.is_cpu()
+        and not vllm_config.cache_config.enable_prefix_caching
+    ):
+        raise ConnectorOptionError(
+            "vLLM on this CPU has its prefix cache off, for its latent attention (MLA) computes "
+            "other tokens over a prefix that was loaded; start it without a KV connector"
+        )
     if len(groups) < len(found) or (not supports_hma and groups != KVCacheConfig().groups):
         raise _refused(found, supports_hma=supports_hma)
     for size in {each.kv_cache_spec.block_size for each in found} - {block_size}:

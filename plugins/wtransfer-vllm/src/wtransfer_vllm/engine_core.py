@@ -142,6 +142,13 @@ def commit_pending(worker: Any) -> None:
         member.commit()
 
 
+def reset_adapters(worker: Any) -> None:
+    """Reset the LoRA state, as vLLM's own finish does: adapters are loaded again when asked for."""
+    reset = getattr(worker.model_runner, "reset_lora_state", None)  # not in every release
+    if reset is not None:
+        reset()
+
+
 def prove_reload(worker: Any) -> None:
     """Find out whether vLLM's reload can be trusted, while the weights that it serves are known."""
     member = member_of(worker)
@@ -296,6 +303,9 @@ class Watch:
         outcomes = self._call(outcome_of)
         if any(outcome["touched"] for outcome in outcomes):
             forget_kv(self._core, keep_running=self._keeps_in_flight)
+            if getattr(self._core.vllm_config, "lora_config", None) is not None:
+                # vLLM does so in its finish alone; a commit may come in a wake-up or an invitation.
+                self._call(reset_adapters)
             held = {(outcome["version"], outcome["fingerprint"]) for outcome in outcomes}
             is_empty = any(outcome["state"] == "empty" for outcome in outcomes)
             self._label(*((EMPTY_LABEL, None) if is_empty or len(held) > 1 else held.pop()))

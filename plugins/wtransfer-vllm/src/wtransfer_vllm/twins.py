@@ -64,11 +64,18 @@ def make_twin(model: Path, into: Path, seed: int) -> None:
     Raises:
         CheckError: Twins of this model cannot be made.
     """
-    config, quantisation = small_config(model)
-    net = _random_net(config, seed)
-    if quantisation is not None:
-        _quantise(net, quantisation, seed)
-    net.save_pretrained(into)
+    try:
+        config, quantisation = small_config(model)
+        net = _random_net(config, seed)
+        if quantisation is not None:
+            _quantise(net, quantisation, seed)
+        net.save_pretrained(into)
+    except CheckError:
+        raise
+    except Exception as error:
+        raise CheckError(
+            f"twins cannot be made: {type(error).__name__}: {error}; use --full"
+        ) from error
     if quantisation is not None:
         written = into / "config.json"
         settings = json.loads(written.read_text())
@@ -191,13 +198,7 @@ def _build(config: Any) -> Any:
     model_cls = getattr(transformers, name, transformers.AutoModelForCausalLM)
     build = getattr(model_cls, "_from_config", None) or model_cls.from_config
     dtype = config.get_text_config().dtype or config.dtype or torch.float32
-    try:
-        return build(config, dtype=dtype).eval()
-    except Exception as error:
-        raise CheckError(
-            f"twins cannot be made: transformers cannot build {name} "
-            f"({type(error).__name__}: {error}); use --full"
-        ) from error
+    return build(config, dtype=dtype).eval()
 
 
 def _kinds(config: Any, by_layer: list[str]) -> set[object]:
@@ -282,36 +283,28 @@ def _quantise(net: nn.Module, quantisation: dict[str, Any], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     if any(name.endswith("experts") for name, _ in net.named_modules()):
         raise CheckError("twins with quantised experts cannot be made; use --full")
-    try:
-        config = QuantizationConfig.model_validate(quantisation | {"quantization_status": "frozen"})
-        apply_quantization_config(net, config)
-        modules: Any = net.modules()
-        for module in modules:
-            scheme = getattr(module, "quantization_scheme", None)
-            if scheme is None or scheme.weights is None:
-                continue
-            weight, scale = module.weight, module.weight_scale
-            # One scale for each block of the weight: all of it, a row, a part of a row, a square.
-            rows, columns = scale.shape if scale.ndim == MATRIX_NDIM else (1, 1)
-            blocks = weight.reshape(rows, weight.shape[0] // rows, columns, -1).float()
-            found, zero = calculate_qparams(
-                blocks.amin((1, 3)), blocks.amax((1, 3)), scheme.weights
-            )
-            scale.copy_(found.reshape(scale.shape))
-            if hasattr(module, "weight_zero_point"):
-                module.weight_zero_point.copy_(zero.reshape(scale.shape))
-            if hasattr(module, "input_scale"):
-                # For inputs of a few standard deviations.
-                is_float = scheme.input_activations.type == "float"
-                limit = torch.finfo(torch.float8_e4m3fn).max if is_float else 127
-                module.input_scale.fill_((4 + torch.rand((), generator=generator)) / limit)
-        compressor: Any = ModelCompressor(config, force_compression_format=quantisation["format"])
-        compressor.compress_model(net)
-    except Exception as error:
-        raise CheckError(
-            f"twins of format {quantisation.get('format')!r} cannot be made: "
-            f"{type(error).__name__}: {error}; use --full"
-        ) from error
+    config = QuantizationConfig.model_validate(quantisation | {"quantization_status": "frozen"})
+    apply_quantization_config(net, config)
+    modules: Any = net.modules()
+    for module in modules:
+        scheme = getattr(module, "quantization_scheme", None)
+        if scheme is None or scheme.weights is None:
+            continue
+        weight, scale = module.weight, module.weight_scale
+        # One scale for each block of the weight: all of it, a row, a part of a row, a square.
+        rows, columns = scale.shape if scale.ndim == MATRIX_NDIM else (1, 1)
+        blocks = weight.reshape(rows, weight.shape[0] // rows, columns, -1).float()
+        found, zero = calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), scheme.weights)
+        scale.copy_(found.reshape(scale.shape))
+        if hasattr(module, "weight_zero_point"):
+            module.weight_zero_point.copy_(zero.reshape(scale.shape))
+        if hasattr(module, "input_scale"):
+            # For inputs of a few standard deviations.
+            is_float = scheme.input_activations.type == "float"
+            limit = torch.finfo(torch.float8_e4m3fn).max if is_float else 127
+            module.input_scale.fill_((4 + torch.rand((), generator=generator)) / limit)
+    compressor: Any = ModelCompressor(config, force_compression_format=quantisation["format"])
+    compressor.compress_model(net)
 
 
 def _disturbed(tensor: torch.Tensor) -> torch.Tensor:

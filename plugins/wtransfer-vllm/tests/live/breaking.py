@@ -53,6 +53,10 @@ class Breaking:
         with torch.no_grad():
             for parameter in self.model_runner.model.parameters():
                 parameter.fill_(0.125)
+            for layer in self.model_runner.model.modules():
+                for name in ("lora_a_stacked", "lora_b_stacked"):  # of adapters
+                    for tensor in getattr(layer, name, ()):
+                        tensor.fill_(0.125)
 
     def pace(self, step_s):
         """Let every step take so long at least, from here on; 0: as fast as it can."""

@@ -22,6 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from vllm import LLM, PoolingParams, SamplingParams
 from vllm.config import set_current_vllm_config
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -74,9 +75,11 @@ class Host:
         self.ended = {}
         self.spans = {}
 
-    def generate(self, prompts, max_tokens=16):
+    def generate(self, prompts, max_tokens=16, adapter=None):
+        """Return the tokens of each; with `adapter`, the folder of one, through that."""
         greedy = SamplingParams(temperature=0, max_tokens=max_tokens)
-        done = self.llm.generate(prompts, greedy, use_tqdm=False)
+        lora = adapter and LoRARequest("adapter", 1, adapter)
+        done = self.llm.generate(prompts, greedy, use_tqdm=False, lora_request=lora)
         return [list(each.outputs[0].token_ids) for each in done]
 
     def answer(self, prompts, max_tokens=16, transfers=None):
