@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from wtransfer.weight_sync.messages import DRAINED
 from wtransfer.weight_version import EMPTY_LABEL
 
+from wtransfer_vllm.block_hashes import BlockHashes, names_blocks
 from wtransfer_vllm.caches import forget_kv, tell_connector
 from wtransfer_vllm.in_flight import TAG, is_mixed, keeps_in_flight
 from wtransfer_vllm.messages import Outcome, addressed, is_foreign, member_of, read_invitation
@@ -61,7 +62,7 @@ def watch(engine_core: type[Any], commits_in: str = FINISH) -> None:
     """
     if hasattr(engine_core.collective_rpc, "wtransfer_call"):
         return
-    call_workers = engine_core.collective_rpc
+    call_workers, construct = engine_core.collective_rpc, engine_core.__init__
 
     def watch_of(core: Any) -> Watch | None:
         found: Watch | None = vars(core).get("_wtransfer_watch")
@@ -69,6 +70,12 @@ def watch(engine_core: type[Any], commits_in: str = FINISH) -> None:
             found = Watch(core, functools.partial(call_workers, core), commits_in)
             core._wtransfer_watch = found  # noqa: SLF001  # the mark
         return found
+
+    @functools.wraps(construct)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        if (watching := watch_of(self)) is not None:
+            watching.name_blocks()
 
     @functools.wraps(call_workers)
     def collective_rpc(
@@ -95,6 +102,7 @@ def watch(engine_core: type[Any], commits_in: str = FINISH) -> None:
 
     collective_rpc.wtransfer_call = call_workers  # type: ignore[attr-defined]  # the mark
     engine_core.collective_rpc = collective_rpc
+    engine_core.__init__ = init
     for name in LED:
         if hasattr(engine_core, name):
             lead(name, getattr(engine_core, name))
@@ -178,7 +186,17 @@ class Watch:
         self._keeps_in_flight = False
         """True if requests that run at a commit keep their KV; decided at the last invitation, for
         nothing after a commit may raise before the caches have forgotten."""
+        self._block_hashes: BlockHashes | None = None
+        """None unless the configuration has lower tiers of vLLM's own."""
         self._instance = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
+
+    def name_blocks(self) -> None:
+        """Name the blocks of vLLM's own lower tiers, if there are any, before the first request."""
+        if self._has_our_engine and names_blocks(self._core.vllm_config):
+            try:
+                self._block_hashes = BlockHashes(self._core, self._call)
+            except (AttributeError, ImportError) as error:
+                logger.warning("blocks of lower tiers are not named, so no update is taken: %s", error)
 
     def pass_on(
         self,
@@ -203,6 +221,8 @@ class Watch:
             check_places(self._core.vllm_config)
             _ends_when_empty()
             keeps = keeps_in_flight(self._core)
+            if self._block_hashes is None and names_blocks(self._core.vllm_config):
+                raise ValueError("start it without secondary_tiers: this vLLM cannot name blocks")
             may_commit = self._commits_anytime and not self._asleep
             invitation = addressed(init_info, self._instance, may_commit=may_commit)
             args, kwargs = (), {"init_info": invitation}
@@ -222,6 +242,10 @@ class Watch:
         num_running = len(getattr(getattr(self._core, "scheduler", None), "running", ()))
         begun = time.perf_counter()
         result = self._call(method, timeout, args, kwargs)
+        if self._block_hashes is not None:
+            # A session may give the weights another name than they had before the session; and an
+            # extension of the worker may have changed them.
+            self._block_hashes.renew()
         if method in (START, FINISH):
             self._started = method == START
         self._is_drained = self._is_drained or method == SHUTDOWN
@@ -290,7 +314,7 @@ class Watch:
         """
         outcomes = self._call(outcome_of)
         if any(outcome["touched"] for outcome in outcomes):
-            forget_kv(self._core, keep_running=self._keeps_in_flight)
+            self._forget_kv(keep_running=self._keeps_in_flight)
             held = {(outcome["version"], outcome["fingerprint"]) for outcome in outcomes}
             is_empty = any(outcome["state"] == "empty" for outcome in outcomes)
             self._label(*((EMPTY_LABEL, None) if is_empty or len(held) > 1 else held.pop()))
@@ -320,10 +344,13 @@ class Watch:
             # As an executor that has failed; else an idle engine would end at its next request.
             queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
 
+    def _forget_kv(self, *, keep_running: bool = False) -> None:
+        forget_kv(self._core, keep_running=keep_running, block_hashes=self._block_hashes)
+
     def _lose_weights(self, why: str) -> None:
         """Record everywhere that the model has no version any more."""
         self._call(replaced_weights, None, (why,))
-        forget_kv(self._core)
+        self._forget_kv()
         if self._has_our_engine:
             self._label(EMPTY_LABEL, None)
 
