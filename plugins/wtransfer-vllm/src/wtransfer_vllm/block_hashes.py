@@ -1,28 +1,28 @@
 """Name the blocks of vLLM's own lower tiers by the weights: these are part of their hashes.
 
-vLLM's OffloadingConnector files blocks in its lower tiers under the hashes of a request's blocks, and
-other engines read them there. A hash follows from the tokens before it alone; here the first block's
-hash follows from the weights as well, and so does each that is chained to it. So other weights find
-nothing, in any engine, and weights that come back find theirs again. vLLM's own prefix cache has the
-same hashes. The name is that of our connectors (`wtransfer.weight_version`), asked of every worker.
+vLLM's OffloadingConnector files blocks in its lower tiers under the hashes of a request's blocks,
+and other engines read them there. Such a hash follows from tokens alone. Here the hash of the first
+block follows from the weights as well, and so does each that is chained to it: other weights find
+nothing, in any engine, and weights that come back find theirs again. vLLM's own prefix cache has
+the same hashes. The name is that of our connectors (`wtransfer.weight_version`), asked of every
+worker.
 
-| event                                   | effect                                                   |
-| a request arrives, on vLLM's thread for | its hashes have the present name                         |
-|   sockets: a commit may come before it  |                                                          |
-|   is scheduled                          |                                                          |
-| it is looked up, with no computed token | hashes of another name are made anew, in the list that   |
-|   (first, preempted, begun anew)        | connectors hold; it begins under the present weights     |
-| blocks are to be stored                 | nothing is, unless the request began under these weights |
-|                                         | and other processes can know their name                  |
-| a commit                                | another name; every request is looked up again; stores   |
-|                                         | under way have their keys, and end before a block of     |
-|                                         | theirs is written again                                  |
+| event                                  | effect                                                  |
+| a request arrives, on the thread that  | its hashes have the present name                        |
+|   reads sockets, maybe before a commit |                                                         |
+| it is looked up, with no computed      | hashes of another name are made anew, in the list that  |
+|   token: new, preempted, begun anew    | others hold; it begins under the present weights        |
+| blocks of it are to be stored          | none is, unless it began under the present weights, and |
+|                                        | other processes can know their name                     |
+| a commit                               | another name; every request is looked up again; stores  |
+|                                        | under way keep their keys, and end before a block of    |
+|                                        | theirs is written again                                 |
 
-Without a name that others can know (a checkpoint that is still being read, weights of `reload_weights`,
-an empty model, ranks in the midst of a change) hashes have one that is drawn, and nothing is stored.
+Where no other process can know the name (a checkpoint that is still being read, `reload_weights`,
+an empty model, ranks of which one has no version), one is drawn, and nothing is stored.
 
-vLLM does not reset such a connector at a commit: its first tier is named as well, and vLLM would give
-a slot of it away while a worker still writes there for a store under way.
+Such a connector is not reset at a commit: its first tier has the same names, and vLLM would give a
+slot of it to the next block while a worker still writes there for a store under way.
 """
 
 from __future__ import annotations
@@ -83,6 +83,8 @@ class BlockHashes:
         AttributeError: This vLLM does not have all that is changed here.
     """
 
+    _present: Present
+
     def __init__(self, core: Any, call: Callable[..., list[Any]]) -> None:
         self._scheduler, self._call = core.scheduler, call
         self._algorithm = core.vllm_config.cache_config.prefix_caching_hash_algo
@@ -90,12 +92,15 @@ class BlockHashes:
         parts = getattr(connector, "sub_connectors", None) or [connector]
         self.parts = [part for part in parts if _has_lower_tiers(part)]
         """The connectors that are named by these hashes, and must not be reset."""
-        if not (self.parts and core.request_block_hasher):
-            raise AttributeError("lower tiers, or hashes of blocks, are not where they are known")
+        is_known = hasattr(core.scheduler, "reset_preempted_req_ids")
+        if not (self.parts and core.request_block_hasher and is_known):
+            raise AttributeError(
+                "this vLLM has lower tiers, hashes or preemptions at another place"
+            )
         call(vouch)
         self.forget()
         for part in self.parts:
-            self._guard_stores(part.connector_scheduler)
+            self._guard(part.connector_scheduler)
         core.request_block_hasher = self._hash_blocks
         look_up = core.scheduler._get_local_prefix_cache_hit  # noqa: SLF001
 
@@ -139,7 +144,7 @@ class BlockHashes:
             KNOWN_TO_OTHERS.fullmatch(version.fingerprint) for version in versions
         )
         name = instance_fingerprint(versions) if is_shared and versions else secrets.token_hex(16)
-        hash_fn = get_hash_fn_by_name(self._algorithm)
+        hash_fn: Callable[[Any], bytes] = get_hash_fn_by_name(self._algorithm)
         root = hash_fn((name, "wtransfer"))
 
         def hash_block(block: tuple[Any, ...]) -> bytes:
@@ -170,15 +175,28 @@ class BlockHashes:
                 _begin_anew(part.connector_scheduler._req_status[request.request_id])  # noqa: SLF001
         setattr(request, BEGAN, present)
 
-    def _guard_stores(self, side: Any) -> None:
-        prepare = side.manager.prepare_store
+    def _guard(self, side: Any) -> None:
+        """Store what is named right alone, and load nothing in the step after a preemption.
+
+        Args:
+            side: The scheduler's side of a connector.
+        """
+        prepare, find = side.manager.prepare_store, side.get_num_new_matched_tokens
 
         def prepare_store(keys: Collection[bytes], req_context: Any) -> Any:
             present = self._present
             began = vars(side._req_status[req_context.req_id].req).get(BEGAN)  # noqa: SLF001
             return prepare(keys if began is present and present.is_shared else [], req_context)
 
+        def find_later(request: Any, *args: Any, **kwargs: Any) -> Any:
+            # In the step that tells it of a preemption vLLM's connector takes all jobs of the
+            # request for stores, and ends the engine otherwise.
+            if request.request_id in self._scheduler.reset_preempted_req_ids:
+                return None, False
+            return find(request, *args, **kwargs)
+
         side.manager.prepare_store = prepare_store
+        side.get_num_new_matched_tokens = find_later
 
 
 def _has_lower_tiers(connector: Any) -> bool:

@@ -74,7 +74,7 @@ def watch(engine_core: type[Any], commits_in: str = FINISH) -> None:
     @functools.wraps(construct)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
-        if (watching := watch_of(self)) is not None:
+        if names_blocks(self.vllm_config) and (watching := watch_of(self)) is not None:
             watching.name_blocks()
 
     @functools.wraps(call_workers)
@@ -191,12 +191,11 @@ class Watch:
         self._instance = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
 
     def name_blocks(self) -> None:
-        """Name the blocks of vLLM's own lower tiers, if there are any, before the first request."""
-        if self._has_our_engine and names_blocks(self._core.vllm_config):
-            try:
-                self._block_hashes = BlockHashes(self._core, self._call)
-            except (AttributeError, ImportError) as error:
-                logger.warning("blocks of lower tiers are not named, so no update is taken: %s", error)
+        """Name the blocks of vLLM's own lower tiers; called before the first request."""
+        try:
+            self._block_hashes = BlockHashes(self._core, self._call)
+        except (AttributeError, ImportError) as error:
+            logger.warning("no update is taken, as lower tiers cannot be named: %s", error)
 
     def pass_on(
         self,
