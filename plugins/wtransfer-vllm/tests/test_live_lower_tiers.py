@@ -156,13 +156,14 @@ def test_blocks_of_requests_that_run_at_a_commit_are_of_the_weights_of_their_nam
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [1, 2], ids=["one", "two ranks"])
 def test_weights_that_no_other_process_can_name_are_neither_stored_nor_loaded(
-    engines, update, fresh_kv, sealed, tmp_path
+    engines, update, fresh_kv, sealed, tmp_path, ranks
 ):
     # Its fingerprint is worked out while vLLM serves.
     shutil.copytree(sealed / "A", tmp_path / "A", ignore=shutil.ignore_patterns("wtransfer.json"))
-    engine = engines(tmp_path / "A")
-    update(engine)
+    engine = engines(tmp_path / "A", ranks=ranks)
+    update(engine, ranks)
     until(lambda: ask(engine, fresh_kv["A"]) >= LEAST_HITS)
     before = files(tmp_path)
     assert before
