@@ -59,8 +59,8 @@ class Core:
         self.epoch += 1
         self.versions = [each and WeightVersion(each, self.epoch) for each in fingerprints]
 
-    def _call(self, function):
-        return None if function is block_hashes.vouch else self.versions
+    def _call(self, _function):
+        return self.versions
 
     def _store(self, keys, _context):
         self.stored.append(keys)
@@ -118,6 +118,16 @@ def test_request_that_arrives_before_a_commit_is_named_anew_when_it_is_looked_up
     assert core.store(request) == [b"key"]
     request.append_output_token_ids([1, 2, 3])
     assert held == Core(B).request(tokens=[*range(10), 1, 2, 3]).block_hashes
+
+
+def test_request_that_arrived_before_blocks_were_named_is_named_when_it_is_looked_up():
+    core = Core(A)
+    named, core.request_block_hasher = core.request_block_hasher, core.plain
+    request = core.request()
+    core.request_block_hasher = named
+    assert core.look_up(request) == core.request().block_hashes
+    request.append_output_token_ids([1, 2, 3])
+    assert request.block_hashes == core.request(tokens=[*range(10), 1, 2, 3]).block_hashes
 
 
 def test_request_of_before_a_way_there_and_back_stores_nothing_until_it_is_looked_up():

@@ -79,6 +79,13 @@ def update(weights):
         yield make
 
 
+@pytest.fixture
+def unsealed(sealed, tmp_path):
+    """Checkpoint A, whose fingerprint is worked out while vLLM serves it."""
+    ignored = shutil.ignore_patterns("wtransfer.json")
+    return shutil.copytree(sealed / "A", tmp_path / "A", ignore=ignored)
+
+
 def ask(engine, expected, prompts=PROMPTS):
     """Check that answers are as expected; return how many tokens came by the connector."""
     forget_prefixes(engine)
@@ -158,17 +165,15 @@ def test_blocks_of_requests_that_run_at_a_commit_are_of_the_weights_of_their_nam
 @pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2], ids=["one", "two ranks"])
 def test_weights_that_no_other_process_can_name_are_neither_stored_nor_loaded(
-    engines, update, fresh_kv, sealed, tmp_path, ranks
+    engines, update, fresh_kv, unsealed, ranks
 ):
-    # Its fingerprint is worked out while vLLM serves.
-    shutil.copytree(sealed / "A", tmp_path / "A", ignore=shutil.ignore_patterns("wtransfer.json"))
-    engine = engines(tmp_path / "A", ranks=ranks)
+    engine = engines(unsealed, ranks=ranks)
     update(engine, ranks)
     until(lambda: ask(engine, fresh_kv["A"]) >= LEAST_HITS)
-    before = files(tmp_path)
+    before = files(unsealed.parent)
     assert before
     # Of the same bytes, but nobody has proven them.
     engine.do("rpc", "reload_weights")
     for _ in range(2):
         assert ask(engine, fresh_kv["A"]) == 0
-    assert files(tmp_path) == before
+    assert files(unsealed.parent) == before

@@ -73,10 +73,10 @@ def names_blocks(vllm_config: Any) -> bool:
 
 
 class BlockHashes:
-    """Names the blocks of one engine core, from its start on.
+    """Names the blocks of one engine core.
 
     Args:
-        core: vLLM's ``EngineCore``, with its scheduler, before its first request.
+        core: vLLM's ``EngineCore``, with its scheduler, before that has its first request.
         call: Calls a function in every worker; returns what it returns, by rank.
 
     Raises:
@@ -97,7 +97,6 @@ class BlockHashes:
             raise AttributeError(
                 "this vLLM has lower tiers, hashes or preemptions at another place"
             )
-        call(vouch)
         self.forget()
         for part in self.parts:
             self._guard(part.connector_scheduler)
@@ -169,6 +168,8 @@ class BlockHashes:
             self.renew()
             present = self._present
         if vars(request).get(NAMED) != present.name:
+            # It may have arrived before this began, with vLLM's own hashes.
+            request._block_hasher = self._hash_blocks  # noqa: SLF001
             request.block_hashes.clear()
             request.update_block_hashes()
             for part in self.parts:
@@ -212,17 +213,6 @@ def _begin_anew(status: Any) -> None:
         state.next_stored_chunk_idx = 0
 
 
-# -- called in each worker, by the engine core
-
-
-def vouch(worker: Any) -> None:
-    """Name the worker's weights by the checkpoint that it has loaded."""
-    # With readers of checkpoints: not where vLLM's processes register their plug-ins.
-    from wtransfer_vllm.vouching import vouch_for_checkpoint
-
-    vouch_for_checkpoint(worker.vllm_config)
-
-
 def held_version(worker: Any) -> Any:  # noqa: ARG001
-    """Return the version of the worker's weights at this moment; None: not known."""
+    """Return the version of a worker's weights, called in it; None: not known at this moment."""
     return process_weights.version()

@@ -48,8 +48,9 @@ WRITING = REPLACING | {START, DRAFT, UPDATE, FINISH}
 ON_EMPTY_VARIABLE = "WTRANSFER_VLLM_ON_EMPTY"
 """Environment variable of vLLM's processes: treatment of an engine whose model belongs to no
 version after a failed commit. ``serve``, the default: its label is ``empty``. ``end``: it ends."""
-LED = ("sleep", "wake_up", "set_weight_version", TAG)
-"""The engine core's methods that concern the weights, beside its calls to the workers."""
+LED = ("add_request", "sleep", "wake_up", "set_weight_version", TAG)
+"""The engine core's methods that concern the weights, or begin to use them, beside its calls to the
+workers; all on its own thread."""
 
 
 def watch(engine_core: type[Any], commits_in: str = FINISH) -> None:
@@ -62,20 +63,16 @@ def watch(engine_core: type[Any], commits_in: str = FINISH) -> None:
     """
     if hasattr(engine_core.collective_rpc, "wtransfer_call"):
         return
-    call_workers, construct = engine_core.collective_rpc, engine_core.__init__
+    call_workers = engine_core.collective_rpc
 
     def watch_of(core: Any) -> Watch | None:
         found: Watch | None = vars(core).get("_wtransfer_watch")
         if found is None and (_has_our_engine(core) or has_our_connector(core)):
             found = Watch(core, functools.partial(call_workers, core), commits_in)
             core._wtransfer_watch = found  # noqa: SLF001  # the mark
+        if found is not None:
+            found.name_blocks()
         return found
-
-    @functools.wraps(construct)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        construct(self, *args, **kwargs)
-        if names_blocks(self.vllm_config) and (watching := watch_of(self)) is not None:
-            watching.name_blocks()
 
     @functools.wraps(call_workers)
     def collective_rpc(
@@ -102,7 +99,6 @@ def watch(engine_core: type[Any], commits_in: str = FINISH) -> None:
 
     collective_rpc.wtransfer_call = call_workers  # type: ignore[attr-defined]  # the mark
     engine_core.collective_rpc = collective_rpc
-    engine_core.__init__ = init
     for name in LED:
         if hasattr(engine_core, name):
             lead(name, getattr(engine_core, name))
@@ -186,16 +182,25 @@ class Watch:
         self._keeps_in_flight = False
         """True if requests that run at a commit keep their KV; decided at the last invitation, for
         nothing after a commit may raise before the caches have forgotten."""
+        self._has_looked_for_tiers = False
         self._block_hashes: BlockHashes | None = None
         """None unless the configuration has lower tiers of vLLM's own."""
         self._instance = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
 
     def name_blocks(self) -> None:
-        """Name the blocks of vLLM's own lower tiers; called before the first request."""
-        try:
-            self._block_hashes = BlockHashes(self._core, self._call)
-        except (AttributeError, ImportError) as error:
-            logger.warning("no update is taken, as lower tiers cannot be named: %s", error)
+        """Name the blocks of vLLM's own lower tiers, if there are any; idempotent.
+
+        To be called before the first request is scheduled. vLLM may load its plug-ins while it
+        makes the engine core, so not where that ends.
+        """
+        if self._has_looked_for_tiers or getattr(self._core, "scheduler", None) is None:
+            return
+        self._has_looked_for_tiers = True
+        if self._has_our_engine and names_blocks(self._core.vllm_config):
+            try:
+                self._block_hashes = BlockHashes(self._core, self._call)
+            except (AttributeError, ImportError) as error:
+                logger.warning("no update is taken, as lower tiers cannot be named: %s", error)
 
     def pass_on(
         self,
@@ -431,6 +436,10 @@ class Watch:
         core.step_fn = step_after_commit
 
     # -- the engine core's own methods, led through those of their names
+
+    def add_request(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return the result of `call`: blocks are named before."""
+        return call(*args, **kwargs)
 
     def set_weight_version(self, call: Callable[..., Any], weight_version: str) -> Any:
         """Name the weights by the version that the ranks hold; before a commit, as the caller does.
