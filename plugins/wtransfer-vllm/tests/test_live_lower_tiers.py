@@ -64,11 +64,11 @@ def update(weights):
     """Maker of what publishes to an engine."""
     with contextlib.ExitStack() as stack:
 
-        def make(engine, ranks=1):
+        def make(engine):
             held = {key: tensor.clone() for key, tensor in weights["A"].items()}
             publisher = stack.enter_context(wtransfer.Publisher(held, deadline_s=20))
             engine.invite(publisher)
-            publisher.wait_for_workers(ranks, timeout_s=20)
+            publisher.wait_for_workers(1, timeout_s=20)
 
             def change_to(name):
                 held.update(weights[name])
@@ -111,7 +111,7 @@ def test_weights_that_come_back_find_their_blocks_and_no_engine_finds_those_of_o
     engines, update, fresh_kv, connector, ranks
 ):
     first = engines("A", connector, ranks=ranks)
-    change_to = update(first, ranks)
+    change_to = update(first)
     assert ask(first, fresh_kv["A"]) == 0
     change_to("B")
     assert ask(first, fresh_kv["B"]) == 0
@@ -168,7 +168,7 @@ def test_weights_that_no_other_process_can_name_are_neither_stored_nor_loaded(
     engines, update, fresh_kv, unsealed, ranks
 ):
     engine = engines(unsealed, ranks=ranks)
-    update(engine, ranks)
+    update(engine)
     until(lambda: ask(engine, fresh_kv["A"]) >= LEAST_HITS)
     before = files(unsealed.parent)
     assert before
