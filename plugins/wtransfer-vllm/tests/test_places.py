@@ -236,11 +236,22 @@ def test_store_that_other_engines_read_is_refused_also_under_multi_connector(ref
     assert refusal(kv_transfer_config=kv("MultiConnector", connectors=parts)) == text
 
 
-def test_lower_tiers_are_refused_and_memory_of_the_engine_is_not(configured, refusal):
-    tiers = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs"}]}
-    assert "vLLM does not empty the lower tiers" in refusal(
-        kv_transfer_config=kv("OffloadingConnector", **tiers)
-    )
+def test_lower_tiers_are_named_where_they_know_hashes_alone(configured, refusal):
+    def tiers(*kinds, **more):
+        lower = [{"type": kind} for kind in kinds]
+        options = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": lower, **more}
+        return kv("OffloadingConnector", **options)
+
+    config = configured(kv_transfer_config=tiers("fs", "obj"))
+    places.check_places(config)
+    assert places.rows_of(config)[-1].at_commit == "named"
+    for kind in {*SecondaryTierFactory._registry, "Mine"} - {"fs", "obj"}:
+        assert "a lower tier of this kind" in refusal(kv_transfer_config=tiers("fs", kind))
+    own = {"spec_name": "Mine", "spec_module_path": "mine"}
+    assert "forgets, is not known" in refusal(kv_transfer_config=tiers("fs", **own))
+
+
+def test_memory_of_the_engine_is_not_refused(configured, refusal):
     assert "is not known" in refusal(
         kv_transfer_config=kv("OffloadingConnector", spec_name="Mine", spec_module_path="mine")
     )

@@ -14,6 +14,8 @@ from wtransfer_vllm.names import has_our_connector
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from wtransfer_vllm.block_hashes import BlockHashes
+
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 
 BETWEEN_INPUTS = "WAITING_FOR_STREAMING_REQ"
@@ -26,7 +28,9 @@ SUSPENDED = ("get_num_new_matched_tokens", "request_finished", "request_finished
 """Methods of a connector's scheduler side: the look-up, and those whose answers hand KV over."""
 
 
-def forget_kv(core: Any, *, keep_running: bool = False) -> None:
+def forget_kv(
+    core: Any, *, keep_running: bool = False, block_hashes: BlockHashes | None = None
+) -> None:
     """Drop every cached block and encoder output; running requests are computed anew.
 
     If vLLM cannot release a block's hash, nothing more is served from the prefix cache until it
@@ -37,8 +41,11 @@ def forget_kv(core: Any, *, keep_running: bool = False) -> None:
         core: vLLM's ``EngineCore``.
         keep_running: True if running requests go on with the KV that they have, in blocks that
             nothing finds any more.
+        block_hashes: What names the blocks of vLLM's own lower tiers, if there are any.
     """
     scheduler = core.scheduler
+    if block_hashes is not None:
+        block_hashes.forget()
     # 1. The connector's scheduler side gets the weights that the workers have now, so that every
     #    plan from here on is for them, and no worker has to refuse it.
     connector = getattr(scheduler, "connector", None)
@@ -48,7 +55,8 @@ def forget_kv(core: Any, *, keep_running: bool = False) -> None:
         try:
             # vLLM's MultiConnector takes silence for consent, so its sub-connectors are asked.
             parts = getattr(connector, "sub_connectors", None) or [connector]
-            answers = [part.reset_cache() for part in parts]
+            named = [] if block_hashes is None else block_hashes.parts
+            answers = [part.reset_cache() for part in parts if part not in named]
         except Exception as error:
             logger.error("the KV connector could not forget: %s", error)  # noqa: TRY400
             answers = [False]

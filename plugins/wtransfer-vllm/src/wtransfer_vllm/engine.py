@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
+from wtransfer_vllm.block_hashes import names_blocks
 from wtransfer_vllm.member import Member, place_of
 from wtransfer_vllm.names import our_name
 from wtransfer_vllm.target import SeedTarget, VllmTarget
+from wtransfer_vllm.vouching import vouch_for_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,6 +72,9 @@ class VllmEngine(_Engine):
         self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
+        if names_blocks(vllm_config):
+            # While the files are those that were loaded.
+            vouch_for_checkpoint(vllm_config)
         self.member = Member(
             VllmTarget(model, vllm_config),
             our_name("engines", config.backend),

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from wtransfer.weight_sync.messages import DRAINED
 from wtransfer.weight_version import EMPTY_LABEL
 
+from wtransfer_vllm.block_hashes import BlockHashes, names_blocks
 from wtransfer_vllm.caches import forget_kv, tell_connector
 from wtransfer_vllm.in_flight import TAG, is_mixed, keeps_in_flight
 from wtransfer_vllm.messages import KEY, Outcome, is_foreign, member_of, read_invitation
@@ -50,8 +51,9 @@ WRITING = REPLACING | {START, DRAFT, UPDATE, FINISH}
 ON_EMPTY_VARIABLE = "WTRANSFER_VLLM_ON_EMPTY"
 """Environment variable of vLLM's processes: treatment of an engine whose model belongs to no
 version after a failed commit. ``serve``, the default: its label is ``empty``. ``end``: it ends."""
-LED = ("sleep", "wake_up", "set_weight_version", TAG)
-"""The engine core's methods that concern the weights, beside its calls to the workers."""
+LED = ("add_request", "sleep", "wake_up", "set_weight_version", TAG)
+"""The engine core's methods that concern the weights, or begin to use them, beside its calls to the
+workers; all on its own thread."""
 
 
 def watch(engine_core: type[Any], commits_in: str = FINISH) -> None:
@@ -71,6 +73,8 @@ def watch(engine_core: type[Any], commits_in: str = FINISH) -> None:
         if found is None and (_has_our_engine(core) or has_our_connector(core)):
             found = Watch(core, functools.partial(call_workers, core), commits_in)
             core._wtransfer_watch = found  # noqa: SLF001  # the mark
+        if found is not None:
+            found.name_blocks()
         return found
 
     @functools.wraps(call_workers)
@@ -188,7 +192,25 @@ class Watch:
         self._keeps_in_flight = False
         """True if requests that run at a commit keep their KV; decided at the last invitation, for
         nothing after a commit may raise before the caches have forgotten."""
+        self._has_looked_for_tiers = False
+        self._block_hashes: BlockHashes | None = None
+        """None unless the configuration has lower tiers of vLLM's own."""
         self._instance = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
+
+    def name_blocks(self) -> None:
+        """Name the blocks of vLLM's own lower tiers, if there are any; idempotent.
+
+        To be called before the first request is scheduled. vLLM may load its plug-ins while it
+        makes the engine core, so not where that ends.
+        """
+        if self._has_looked_for_tiers or getattr(self._core, "scheduler", None) is None:
+            return
+        self._has_looked_for_tiers = True
+        if self._has_our_engine and names_blocks(self._core.vllm_config):
+            try:
+                self._block_hashes = BlockHashes(self._core, self._call)
+            except (AttributeError, ImportError) as error:
+                logger.warning("no update is taken, as lower tiers cannot be named: %s", error)
 
     def pass_on(
         self,
@@ -216,6 +238,8 @@ class Watch:
             check_places(self._core.vllm_config)
             _ends_when_empty()
             keeps = keeps_in_flight(self._core)
+            if self._block_hashes is None and names_blocks(self._core.vllm_config):
+                raise ValueError("start it without secondary_tiers: this vLLM cannot name blocks")
             may_commit = self._commits_anytime and not self._asleep
             told = {"instance": self._instance, "token": token, "may_commit": may_commit}
             args, kwargs = (), {"init_info": {**init_info, KEY: {**init_info[KEY], **told}}}
@@ -235,6 +259,10 @@ class Watch:
         num_running = len(getattr(getattr(self._core, "scheduler", None), "running", ()))
         begun = time.perf_counter()
         result = self._call(method, timeout, args, kwargs)
+        if self._block_hashes is not None:
+            # A session may give the weights another name than they had before the session; and an
+            # extension of the worker may have changed them.
+            self._block_hashes.renew()
         if method in (START, FINISH):
             self._started = method == START
         self._is_drained = self._is_drained or method == SHUTDOWN
@@ -302,7 +330,7 @@ class Watch:
         """
         outcomes = self._call(outcome_of)
         if any(outcome["touched"] for outcome in outcomes):
-            forget_kv(self._core, keep_running=self._keeps_in_flight)
+            self._forget_kv(keep_running=self._keeps_in_flight)
             if getattr(self._core.vllm_config, "lora_config", None) is not None:
                 # vLLM does so in its finish alone; a commit may come in a wake-up or an invitation.
                 self._call(reset_adapters)
@@ -335,10 +363,13 @@ class Watch:
             # As an executor that has failed; else an idle engine would end at its next request.
             queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
 
+    def _forget_kv(self, *, keep_running: bool = False) -> None:
+        forget_kv(self._core, keep_running=keep_running, block_hashes=self._block_hashes)
+
     def _lose_weights(self, why: str) -> None:
         """Record everywhere that the model has no version any more."""
         self._call(replaced_weights, None, (why,))
-        forget_kv(self._core)
+        self._forget_kv()
         if self._has_our_engine:
             self._label(EMPTY_LABEL, None)
 
@@ -420,6 +451,10 @@ class Watch:
         core.step_fn = step_after_commit
 
     # -- the engine core's own methods, led through those of their names
+
+    def add_request(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return the result of `call`: blocks are named before."""
+        return call(*args, **kwargs)
 
     def set_weight_version(self, call: Callable[..., Any], weight_version: str) -> Any:
         """Name the weights by the version that the ranks hold; before a commit, as the caller does.

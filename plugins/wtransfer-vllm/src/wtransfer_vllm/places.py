@@ -171,7 +171,11 @@ SPECS: dict[str, tuple[str, str]] = {
     "TieringOffloadingSpec": ("reset", "its first tier is in this engine's memory"),
 }
 """Spec under vLLM's OffloadingConnector -> effect of a commit, and reason; without lower tiers."""
-LOWER_TIERS = (REFUSED, f"vLLM does not empty the lower tiers, and {_SHARED}")
+LOWER_TIERS = ("named", "the weights are part of every block's hash")
+"""Effect of a commit on such a spec with lower tiers, and reason."""
+NAMED_TIERS = ("fs", "obj")
+"""Kinds of vLLM's lower tiers that keep blocks by their hash, and know nothing else of them."""
+OTHER_TIERS = (REFUSED, "by which name a lower tier of this kind keeps blocks is not known")
 UNKNOWN = (REFUSED, "what it keeps, and whether it forgets, is not known")
 
 
@@ -247,7 +251,10 @@ def _connectors(transfer: Mapping[str, Any]) -> Iterator[Row]:
         yield Row(place, "named", "KV is named by its weights")
     elif name == "OffloadingConnector":
         spec = options.get("spec_name", "CPUOffloadingSpec")
-        row = LOWER_TIERS if options.get("secondary_tiers") else SPECS.get(spec, UNKNOWN)
+        row = SPECS.get(spec, UNKNOWN)
+        if (tiers := options.get("secondary_tiers")) and row is not UNKNOWN:
+            is_named = all(tier.get("type") in NAMED_TIERS for tier in tiers)
+            row = LOWER_TIERS if is_named else OTHER_TIERS
         yield Row(place, *row)
     else:
         yield Row(place, *CONNECTORS.get(name, UNKNOWN))
