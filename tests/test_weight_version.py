@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import os
+import sys
 import weakref
 
 import pytest
@@ -129,6 +132,46 @@ def test_end_of_a_model_runs_no_code_in_which_a_signal_handler_could_strike(
         del draft
     assert made == []
     assert weights.version().fingerprint == "f0"
+
+
+@pytest.mark.parametrize("strike_at", range(1, 12))
+def test_handler_that_strikes_as_a_model_is_forgotten_leaves_its_name_no_longer(strike_at):
+    weights, model, lines = ProcessWeights(), Model(), itertools.count(1)
+    weights.vouch_by_fingerprint(F1, model)
+    assert weights.version().fingerprint == F1
+    del model
+
+    def strike(frame, event, _argument):
+        if frame.f_code.co_name not in ("version", "_forget_gone"):
+            return None
+        if event == "line" and next(lines) == strike_at:
+            raise KeyboardInterrupt
+        return strike
+
+    before = sys.gettrace()
+    sys.settrace(strike)
+    with contextlib.suppress(KeyboardInterrupt):
+        weights.version()
+    sys.settrace(before)
+    assert weights.version().fingerprint.startswith("local:")
+
+
+def test_model_that_leaves_as_another_is_gone_never_shows_a_third_ones_name(weights, monkeypatch):
+    model, vouched, gone = Model(), Model(), Model()
+    held = weights.hold("f0", model)
+    weights.vouch_by_fingerprint(F1, vouched)
+    weights.vouch_by_fingerprint(F2, gone)
+    del gone
+    shown, show = [], weights._show
+
+    def noted():
+        show()
+        shown.append(weights._version)
+
+    monkeypatch.setattr(weights, "_show", noted)
+    held.close()
+    assert shown
+    assert {each.fingerprint for each in shown} & {F1, "f0"} == set()
 
 
 def test_model_at_the_place_of_one_that_is_gone_has_not_its_name(weights):

@@ -325,13 +325,14 @@ class ProcessWeights:
                 self._drop(held)
 
     def _drop(self, held: HeldWeights) -> None:
+        model = held.model()
+        # First: it may show a version, for which this model still counts.
+        if model is not None:
+            self._await_end(model)
         del self._models[held]
         self._leaving.discard(held)
         # No session watches over this model any more: its KV cache gets a name that no other
         # process knows.
-        model = held.model()
-        if model is not None:
-            self._await_end(model)
         if model is not None or not held.is_observable:
             self._unwatched[held.number] = local_fingerprint()
         self._renew_version()
@@ -345,16 +346,20 @@ class ProcessWeights:
         return end.number
 
     def _forget_gone(self) -> None:
-        """Drop collected models that no session watched over: they compute nothing any more."""
-        had_names = False
-        for end in list(self._gone):
-            self._ends.pop(end.number, None)
-            for names in (self._unwatched, self._vouches):
-                had_names |= names.pop(end.number, None) is not None
+        """Drop collected models that no session watched over: they compute nothing any more.
+
+        Where a signal handler strikes on the way, the next call does all of it again.
+        """
+        ends = list(self._gone)
+        if not ends:
+            return
+        for end in ends:
+            for names in (self._ends, self._unwatched, self._vouches):
+                names.pop(end.number, None)
+        self._renew_version()
+        for end in ends:
             with contextlib.suppress(ValueError):
                 self._gone.remove(end)
-        if had_names:
-            self._renew_version()
 
     def _renew_version(self) -> None:
         self._epoch += 1

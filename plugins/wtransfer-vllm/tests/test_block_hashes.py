@@ -38,6 +38,7 @@ class Core:
         self.side = bag(
             manager=manager,
             get_num_new_matched_tokens=lambda *_: (SIZE, True),
+            reset_cache=self._reset,
             _req_status={},
             _jobs={7: None},
             _current_batch_jobs_to_flush=set(),
@@ -61,6 +62,11 @@ class Core:
 
     def _call(self, _function):
         return self.versions
+
+    def _reset(self):
+        """Do as vLLM does."""
+        assert not self.side._current_batch_jobs_to_flush
+        self.side._current_batch_jobs_to_flush.add(8)
 
     def _store(self, keys, _context):
         self.stored.append(keys)
@@ -99,6 +105,14 @@ def test_equal_weights_have_equal_hashes_in_every_engine_and_others_share_none()
     all_of_them = [*named[A], *named[B], *ranks, *plain, *salted]
     assert len(set(all_of_them)) == len(all_of_them) == 10
     assert Core(B).request(cache_salt="salt").block_hashes != salted
+
+
+def test_connector_can_be_reset_between_a_commit_and_the_next_step():
+    core = Core(A)
+    core.hold(B)
+    core.hashes.forget()
+    core.side.reset_cache()
+    assert core.side._current_batch_jobs_to_flush == {7, 8}
 
 
 def test_request_that_arrives_before_a_commit_is_named_anew_when_it_is_looked_up():

@@ -7,6 +7,7 @@ from collections import deque
 from concurrent.futures import Future
 
 import pytest
+from wtransfer.errors import AuthenticationError
 from wtransfer.weight_sync.messages import DRAINED
 
 from wtransfer_vllm.engine_core import FINISH, UPDATE, watch
@@ -410,6 +411,17 @@ def test_ranks_share_an_instance_and_replicas_do_not(make):
     assert len(set(named)) == 2
 
 
+def test_token_is_the_one_that_the_environment_had_at_the_start(make, monkeypatch):
+    core, workers = make()
+    core.collective_rpc("init_device")
+    # As a client of vLLM's other routes can have a worker of this process do.
+    monkeypatch.setenv("WTRANSFER_TOKEN", "another")
+    invitation = {"wtransfer": {"address": "unix:@x", "token": "another"}}
+    with pytest.raises(AuthenticationError, match="must be the same in both"):
+        core.collective_rpc("init_weight_transfer_engine", None, (), {"init_info": invitation})
+    assert [names_of(worker) for worker in workers] == [["init_device"]] * 2
+
+
 def test_foreign_init_and_update_reach_no_worker(make):
     core, workers = make()
     with pytest.raises(ValueError, match="names no publisher"):
@@ -635,8 +647,7 @@ def test_requests_that_wait_with_kv_start_over(serve, deferred):
     assert core.scheduler.failed_recving_kv_req_ids == {"WAITING_FOR_REMOTE_KVS"}
     assert [each.request_id for each in freed] == list(holding)
     left = {name for name, each in core.scheduler.requests.items() if each.num_computed_tokens}
-    # vLLM takes a session's other tokens off as its next input comes.
-    assert left == {"RUNNING", "FINISHED_STOPPED", "WAITING_FOR_STREAMING_REQ"}
+    assert left == {"RUNNING", "FINISHED_STOPPED"}
 
 
 def test_session_is_computed_anew_from_its_next_input_on(serve):
@@ -653,6 +664,8 @@ def test_session_is_computed_anew_from_its_next_input_on(serve):
     core.scheduler.requests = {"a": session}
     for _ in range(2):
         commit(core, workers)
+        # Nothing of it is there that its end could store.
+        assert session.num_computed_tokens == 0
     core.scheduler._update_request_as_session(session, [5])
     assert (session.tokens, session.num_computed_tokens) == ([1, 2, 3, 5], 0)
     session.num_computed_tokens = 4
@@ -904,7 +917,7 @@ def test_request_that_has_computed_nothing_or_gives_its_blocks_back_is_not_marke
     assert scheduler.pool.hashed == [("failed", 0)]
     commit_set(core, workers, "b", "b")
     scheduler.pool.cache_full_blocks(session, session.num_computed_tokens)
-    assert scheduler.pool.hashed[1:] == [("session", 64)]
+    assert scheduler.pool.hashed[1:] == [("session", 0)]
 
 
 @pytest.mark.parametrize("loses", ["sleep", "reload_weights", "reset_weights"])

@@ -88,8 +88,11 @@ class Copying(Model):
 
 
 def weights_of(model, value):
-    names = dict(model.named_parameters())
-    return {name: torch.full((4, 4), float(value + index)) for index, name in enumerate(names)}
+    parameters = model.named_parameters()
+    return {
+        name: torch.full(each.shape, float(value + index))
+        for index, (name, each) in enumerate(parameters)
+    }
 
 
 def state_of(model):
@@ -133,6 +136,55 @@ def test_reload_of_what_serves_is_proven_and_the_next_set_is_loaded_as_at_the_st
     prove(model, CONFIG, second.items())
     with pytest.raises(ReloadError, match="'one', parameter 'weight': other bits"):
         prove(model, CONFIG, first.items())
+
+
+class Biased(Linear):
+    """Has a tensor that vLLM's reload leaves in its place."""
+
+    def __init__(self, method=None):
+        super().__init__(method)
+        self.bias = nn.Parameter(torch.zeros(4), requires_grad=False)
+
+
+class Replacing(Model):
+    """Makes the biases anew as it loads, instead of writing to them; or some other one."""
+
+    def __init__(self, factor=1, **layers):
+        super().__init__(**layers)
+        self.factor = factor
+
+    def load_weights(self, weights):
+        def others():
+            for name, weight in weights:
+                if name.endswith("bias"):
+                    bias = nn.Parameter(weight * self.factor, requires_grad=False)
+                    self.get_submodule(name.rpartition(".")[0]).bias = bias
+                else:
+                    yield name, weight
+
+        return super().load_weights(others())
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["weight first", "bias first"])
+@pytest.mark.parametrize("kind", [Model, Replacing])
+def test_bias_is_proven_whether_a_loader_writes_to_it_or_makes_it_anew(kind, order):
+    model = kind(one=Biased(Doubling()))
+    first = dict([*weights_of(model, 1).items()][::order])
+    model.load_first(first)
+    before = state_of(model)
+    prove(model, CONFIG, first.items())
+    check_same(model, before)
+    other = first | {"one.bias": first["one.bias"] + 1}
+    with pytest.raises(ReloadError, match="'one', parameter 'bias': other bits"):
+        prove(model, CONFIG, [(name, other[name]) for name in first])
+    with pytest.raises(ReloadError, match="'one', parameter 'bias': other bits"):
+        prove(model, CONFIG, [(name, each) for name, each in first.items() if "bias" not in name])
+    if kind is Replacing:
+        model.factor = 2
+        with pytest.raises(ReloadError, match="'one', parameter 'bias': other bits"):
+            prove(model, CONFIG, first.items())
+        model.factor = 1
+    check_same(model, before)
 
 
 class Lazy(Doubling):

@@ -1,6 +1,7 @@
 """Publishers that an engine core trusts: by its environment's token, or as part of its program."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -12,12 +13,12 @@ from wtransfer_vllm.messages import Invitation
 from wtransfer_vllm.trust import token_for
 
 CHILD = """
-import json, sys
+import json, os, sys
 from wtransfer.errors import AuthenticationError
 from wtransfer_vllm.messages import Invitation
 from wtransfer_vllm.trust import token_for
 try:
-    print(token_for(Invitation(*json.loads(sys.argv[1]))))
+    print(token_for(Invitation(*json.loads(sys.argv[1])), os.environ))
 except AuthenticationError as error:
     print(error)
 """
@@ -47,7 +48,7 @@ def in_child(address, *, through=()):
 @pytest.mark.parametrize("given", [None, "the secret", ""])
 def test_token_of_the_environment_is_the_one_that_is_proven(monkeypatch, given):
     monkeypatch.setenv("WTRANSFER_TOKEN", "the secret")
-    assert token_for(Invitation("unix:@x", given)) == "the secret"
+    assert token_for(Invitation("unix:@x", given), os.environ) == "the secret"
 
 
 @pytest.mark.parametrize("given", ["the secre", "the secret ", "\udcff", "another"], ids=repr)
@@ -56,7 +57,7 @@ def test_token_of_an_invitation_is_compared_and_never_used(monkeypatch, publishe
     # Nor that of this very process: one rule where there is a token.
     for address in ("unix:@x", publisher.address):
         with pytest.raises(AuthenticationError, match="WTRANSFER_TOKEN must be the same in both"):
-            token_for(Invitation(address, given))
+            token_for(Invitation(address, given), os.environ)
 
 
 def test_token_of_a_file_counts_as_well(monkeypatch, unset, tmp_path):
@@ -64,11 +65,11 @@ def test_token_of_a_file_counts_as_well(monkeypatch, unset, tmp_path):
     path.touch(0o600)
     path.write_text("the secret\n")
     monkeypatch.setenv("WTRANSFER_TOKEN_FILE", str(path))
-    assert token_for(Invitation("unix:@x")) == "the secret"
+    assert token_for(Invitation("unix:@x"), os.environ) == "the secret"
 
 
 def test_without_one_a_publisher_of_the_same_program_is_trusted(unset, publisher):
-    assert token_for(Invitation(publisher.address, "its own")) == "its own"
+    assert token_for(Invitation(publisher.address, "its own"), os.environ) == "its own"
     assert in_child(publisher.address) == "its own"
 
 
@@ -78,9 +79,19 @@ def test_without_one_no_other_publisher_is_trusted(unset, publisher):
     assert "set WTRANSFER_TOKEN to one secret in both environments" in answer
     for address in ("unix:@wt-test-nobody", "unix:/nowhere/at/all", "no address", ""):
         with pytest.raises(AuthenticationError, match="set WTRANSFER_TOKEN to one secret"):
-            token_for(Invitation(address, "its own"))
+            token_for(Invitation(address, "its own"), os.environ)
     with pytest.raises(AuthenticationError):
-        token_for(Invitation(publisher.address))
+        token_for(Invitation(publisher.address), os.environ)
+
+
+def test_process_that_the_kernel_does_not_name_is_not_the_one_that_started_this(
+    unset, publisher, monkeypatch
+):
+    # In a container without a process of its own before this one, both are 0.
+    monkeypatch.setattr("os.getppid", lambda: 0)
+    monkeypatch.setattr("wtransfer_vllm.trust.peer_credentials", lambda _: (0, os.getuid()))
+    with pytest.raises(AuthenticationError):
+        token_for(Invitation(publisher.address, "its own"), os.environ)
 
 
 def test_without_one_no_address_of_tcp_is_trusted(unset):
@@ -88,4 +99,4 @@ def test_without_one_no_address_of_tcp_is_trusted(unset):
         wtransfer.Publisher({}, token="its own", listen="tcp:127.0.0.1:0") as publisher,
         pytest.raises(AuthenticationError),
     ):
-        token_for(Invitation(publisher.address, "its own"))
+        token_for(Invitation(publisher.address, "its own"), os.environ)

@@ -46,12 +46,12 @@ class _Kept:
     fingerprint: str
     media: tuple[Medium, ...] = ()
     told: tuple[Medium, ...] = ()
-    """Media in which it is told, not all of them media that have it."""
+    """Media in which it is told: some of `media`, or all."""
     number: int = 0
     """Order in which chunks came."""
 
 
-class _Chunks(dict[str, "OrderedDict[int, dict[OffloadKey, _Kept]]"]):
+class _Chunks(dict[str, "OrderedDict[int, OrderedDict[OffloadKey, _Kept]]"]):
     """Chunks by their weights, in pages by their numbers; weights without any are left out.
 
     In pages, for a table of all would be made anew whenever it has doubled, within one step.
@@ -59,23 +59,33 @@ class _Chunks(dict[str, "OrderedDict[int, dict[OffloadKey, _Kept]]"]):
 
     PAGE = 512
 
-    def put(self, key: OffloadKey, kept: _Kept) -> None:
-        pages = self.setdefault(kept.fingerprint, OrderedDict())
-        pages.setdefault(kept.number // self.PAGE, {})[key] = kept
+    def put(self, key: OffloadKey, kept: _Kept, *, at_end: bool) -> None:
+        """Enter a chunk that is not there, at one end."""
+        pages, number = self.setdefault(kept.fingerprint, OrderedDict()), kept.number // self.PAGE
+        if number not in pages:
+            pages[number] = OrderedDict()
+            pages.move_to_end(number, last=at_end)
+        if key not in pages[number]:
+            pages[number][key] = kept
+            pages[number].move_to_end(key, last=at_end)
 
     def drop(self, key: OffloadKey, kept: _Kept) -> None:
         number = kept.number // self.PAGE
         pages = self.get(kept.fingerprint, OrderedDict())
-        page = pages.get(number, {})
+        page = pages.get(number, OrderedDict())
         if page.pop(key, None) is not None and not page:
             del pages[number]
             if not pages:
                 del self[kept.fingerprint]
 
-    def first(self, fingerprint: str | None) -> dict[OffloadKey, _Kept] | None:
-        """Return the first page of weights; None if there is none."""
+    def first(self, fingerprint: str | None) -> tuple[OffloadKey, _Kept] | None:
+        """Return the first chunk of weights; None if there is none."""
         pages = None if fingerprint is None else self.get(fingerprint)
-        return None if pages is None else next(iter(pages.values()))
+        return None if pages is None else next(iter(next(iter(pages.values())).items()))
+
+    def last(self, fingerprint: str) -> tuple[OffloadKey, _Kept]:
+        """Return the last chunk of weights that have some."""
+        return next(reversed(next(reversed(self[fingerprint].values())).items()))
 
 
 class BlockEvents:
@@ -158,7 +168,7 @@ class BlockEvents:
                         self._kept[key], kept.number = kept, next(self._numbers)
                     if event.medium not in kept.media:
                         kept.media = (*kept.media, event.medium)
-                        self._untold.put(key, kept)
+                        self._untold.put(key, kept, at_end=True)
         # A spec of a third party may have no bound: told less, a block costs a hit of a router.
         while len(self._kept) > MAX_KEPT:
             self.lose([next(iter(self._kept))])
@@ -175,7 +185,7 @@ class BlockEvents:
         return self._enabled and (bool(self._events) or not is_told)
 
     def take(self, fingerprint: str | None) -> list[KVEvent]:
-        """Return the events since the last call, of stored blocks as many as one step tells.
+        """Return the events since the last call, as many as one step tells.
 
         Args:
             fingerprint: The present weights; None: no block would be found.
@@ -183,22 +193,24 @@ class BlockEvents:
         if self._enabled:
             self._weights = fingerprint
         num_told = 0
-        while num_told < BLOCKS_PER_STEP and (chunks := self._next()) is not None:
-            key, kept = next(iter(chunks.items()))
+        while num_told < BLOCKS_PER_STEP and (found := self._next()) is not None:
+            key, kept = found
             before = kept.told
             self._tell(key, kept, kept.media if kept.fingerprint == self._weights else ())
             num_told += self._per_chunk * abs(len(kept.told) - len(before))
         events, self._events = self._events, []
         return events
 
-    def _next(self) -> dict[OffloadKey, _Kept] | None:
-        """Return chunks of which there is something to tell.
+    def _next(self) -> tuple[OffloadKey, _Kept] | None:
+        """Return a chunk of which there is something to tell.
 
-        What other weights have is told as removed before anything is told as stored.
+        What other weights have is told as removed before anything is told as stored; from the last
+        chunk on, and then from the first one on: what is told of a prompt begins with its beginning
+        at any time.
         """
         others = (each for each in self._told if each != self._weights)
         if (other := next(others, None)) is not None:
-            return self._told.first(other)
+            return self._told.last(other)
         return self._untold.first(self._weights)
 
     def _remove(self, key: OffloadKey, kept: _Kept, *media: Medium) -> None:
@@ -215,5 +227,11 @@ class BlockEvents:
                 if medium not in others:
                     self._events += self._blocks.news(KVEvent(kept.blocks, medium, removed))
         kept.told = media
-        (self._told.put if media else self._told.drop)(key, kept)
-        (self._untold.drop if media == kept.media else self._untold.put)(key, kept)
+        if media:
+            self._told.put(key, kept, at_end=True)
+        else:
+            self._told.drop(key, kept)
+        if media == kept.media:
+            self._untold.drop(key, kept)
+        else:
+            self._untold.put(key, kept, at_end=False)

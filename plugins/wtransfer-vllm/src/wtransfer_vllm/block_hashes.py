@@ -92,6 +92,7 @@ class BlockHashes:
         parts = getattr(connector, "sub_connectors", None) or [connector]
         self.parts = [part for part in parts if _has_lower_tiers(part)]
         """The connectors that are named by these hashes, and must not be reset."""
+        look_up = core.scheduler._get_local_prefix_cache_hit  # noqa: SLF001
         is_known = hasattr(core.scheduler, "reset_preempted_req_ids")
         if not (self.parts and core.request_block_hasher and is_known):
             raise AttributeError(
@@ -101,7 +102,6 @@ class BlockHashes:
         for part in self.parts:
             self._guard(part.connector_scheduler)
         core.request_block_hasher = self._hash_blocks
-        look_up = core.scheduler._get_local_prefix_cache_hit  # noqa: SLF001
 
         def begin_and_look_up(request: Any) -> Any:
             self._begin(request)
@@ -179,10 +179,13 @@ class BlockHashes:
     def _guard(self, side: Any) -> None:
         """Store what is named right alone, and load nothing in the step after a preemption.
 
+        And let vLLM reset it between a commit and the next step, with jobs that are to be flushed.
+
         Args:
             side: The scheduler's side of a connector.
         """
         prepare, find = side.manager.prepare_store, side.get_num_new_matched_tokens
+        reset = side.reset_cache
 
         def prepare_store(keys: Collection[bytes], req_context: Any) -> Any:
             present = self._present
@@ -196,7 +199,14 @@ class BlockHashes:
                 return None, False
             return find(request, *args, **kwargs)
 
+        def reset_cache() -> None:
+            due = set(side._current_batch_jobs_to_flush)  # noqa: SLF001
+            side._current_batch_jobs_to_flush.clear()  # noqa: SLF001
+            reset()
+            side._current_batch_jobs_to_flush.update(due)  # noqa: SLF001
+
         side.manager.prepare_store = prepare_store
+        side.reset_cache = reset_cache
         side.get_num_new_matched_tokens = find_later
 
 

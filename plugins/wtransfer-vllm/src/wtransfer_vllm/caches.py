@@ -22,8 +22,8 @@ BETWEEN_INPUTS = "WAITING_FOR_STREAMING_REQ"
 """State of a session, vLLM's request of several inputs, that waits for its next one."""
 HOLDING = ("WAITING", "PREEMPTED", BETWEEN_INPUTS)
 """States of vLLM's requests in which they may hold KV without running or loading."""
-FORGOTTEN = "wtransfer_forgotten"
-"""Attribute of a session that has lost its KV between two inputs."""
+FORGOTTEN = "wtransfer_num_forgotten"
+"""Attribute of a session: its computed tokens, whose KV it has lost between two inputs."""
 SUSPENDED = ("get_num_new_matched_tokens", "request_finished", "request_finished_all_groups")
 """Methods of a connector's scheduler side: the look-up, and those whose answers hand KV over."""
 
@@ -81,9 +81,8 @@ def forget_kv(
             free = getattr(scheduler, "_free_request_blocks", scheduler.kv_cache_manager.free)
             free(request)
             if request.status.name == BETWEEN_INPUTS:
-                setattr(request, FORGOTTEN, True)
-            else:
-                request.num_computed_tokens = 0
+                setattr(request, FORGOTTEN, request.num_computed_tokens)
+            request.num_computed_tokens = 0
             unmark(request)
 
     # 3. Running requests are preempted and computed anew, or marked; no block is found by its hash.
@@ -129,7 +128,7 @@ def _spare_restarting(scheduler: Any) -> None:
 def _restart_sessions(scheduler: Any) -> None:
     """Have vLLM compute a session anew that has lost its KV: once it has its next input.
 
-    Before that, vLLM would take the tokens that are not computed off the session.
+    With that vLLM takes the tokens that were not computed off the session.
     """
     name = "_update_request_as_session"
     update = getattr(scheduler, name, None)  # older releases have no sessions
@@ -137,9 +136,13 @@ def _restart_sessions(scheduler: Any) -> None:
         return
 
     def update_session(session: Any, *args: Any) -> None:
+        num_forgotten = vars(session).pop(FORGOTTEN, None)
+        if num_forgotten is None:
+            update(session, *args)
+            return
+        session.num_computed_tokens = num_forgotten
         update(session, *args)
-        if vars(session).pop(FORGOTTEN, False):
-            session.num_computed_tokens = 0
+        session.num_computed_tokens = 0
 
     setattr(scheduler, name, update_session)
 

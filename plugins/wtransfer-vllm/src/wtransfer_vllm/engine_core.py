@@ -195,6 +195,8 @@ class Watch:
         self._has_looked_for_tiers = False
         self._block_hashes: BlockHashes | None = None
         """None unless the configuration has lower tiers of vLLM's own."""
+        # As it was at the start: a client of vLLM's other routes can have a worker change it.
+        self._environ = dict(os.environ)
         self._instance = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
 
     def name_blocks(self) -> None:
@@ -232,7 +234,7 @@ class Watch:
         if method == INIT:
             init_info: Any = args[0] if args else (kwargs or {}).get("init_info")
             invitation = read_invitation(init_info)
-            token = None if invitation.leave else token_for(invitation)
+            token = None if invitation.leave else token_for(invitation, self._environ)
             self._check_drained(invitation)
             # What is not known or cannot be done is refused before it is needed.
             check_places(self._core.vllm_config)

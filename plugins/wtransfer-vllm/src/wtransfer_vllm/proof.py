@@ -80,23 +80,23 @@ class _Proof(Reload):
         super().__init__(model, vllm_config)
         self._of_dummies = of_dummies
         self._stand_ins = _StandIns()
-        self._in_place: list[tuple[nn.Module, str, torch.Tensor]] = []
-        self._made_in_place: list[torch.Tensor | None] = []
+        self._in_place: dict[tuple[nn.Module, str], torch.Tensor] = {}
+        self._made_in_place: dict[tuple[nn.Module, str], torch.Tensor | None] = {}
         self._freed: list[tuple[nn.Module, str, torch.Tensor]] = []
 
     def _prepare(self) -> None:
         super()._prepare()
         # Loaders write to these tensors at once: to a stand-in that all layers of a tensor share.
-        self._in_place = [
-            (layer, name, tensor)
+        self._in_place = {
+            (layer, name): tensor
             for layer in self._layers
             for name, tensor in self._vllm.get_layer_tensors(layer).items()
             if name in self._left_in_place and not tensor.is_meta
-        ]
+        }
         stand_ins = _StandIns()
-        stand_ins.begin(tensor for _, _, tensor in self._in_place)
+        stand_ins.begin(self._in_place.values())
         made: dict[int, torch.Tensor] = {}
-        for layer, name, tensor in self._in_place:
+        for (layer, name), tensor in self._in_place.items():
             if id(tensor) not in made:
                 made[id(tensor)] = stand_ins.make(tensor, inverted=name in layer._parameters)
             setattr(layer, name, made[id(tensor)])
@@ -104,17 +104,27 @@ class _Proof(Reload):
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         if not self._of_dummies:
             super()._load(weights)
-            # A loader may have made the tensor anew, instead of writing to it: for one layer.
-            self._made_in_place = [getattr(each, name, None) for each, name, _ in self._in_place]
+            self._look_in_place(self._in_place)
             return
         for layer in self._layers:
             info = self._info(layer)
             if info.can_load() and not self._vllm.is_deferred_attention_layer(layer):
                 self._vllm._layerwise_process(layer, info)
 
+    def _look_in_place(self, places: Iterable[tuple[nn.Module, str]]) -> None:
+        """Note the tensors that a loader writes to, or has made anew: for one layer of them.
+
+        In a layer that was processed the serving ones are back.
+        """
+        for layer, name in places:
+            made = getattr(layer, name, None)
+            if made is not self._in_place[layer, name]:
+                self._made_in_place[layer, name] = made
+
     def _process(
         self, process: Callable[..., None], layer: nn.Module, info: Any, *args: Any
     ) -> None:
+        self._look_in_place([each for each in self._in_place if each[0] is layer])
         kernel, unsaved = info.kernel_tensors, unsaved_buffers(info)
         packed = self._packed(layer, info)
         # Tensors of an attention layer are kept, or made of what other layers have.
@@ -163,9 +173,11 @@ class _Proof(Reload):
             _memory_of(tensor).fill_(UNWRITTEN)
 
     def _finish(self, tied: list[nn.Module]) -> None:  # noqa: ARG002  # packed copies are not seen
-        for (layer, name, tensor), made in zip(self._in_place, self._made_in_place, strict=False):
-            if not _same_bits(tensor, made):
+        for (layer, name), tensor in self._in_place.items():
+            made = self._made_in_place.get((layer, name))
+            if not self._of_dummies and not _same_bits(tensor, made):
                 self._fault(layer, name, "other bits than those that serve")
+            setattr(layer, name, tensor)
         for layer, name, kernel in self._freed:
             if getattr(layer, name).numel():
                 self._fault(layer, name, "not processed as at the first load")

@@ -21,20 +21,26 @@ from wtransfer.transport.address import connect, parse_address, peer_credentials
 from wtransfer.transport.handshake import resolve_token
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from wtransfer_vllm.messages import Invitation
 
 LOOK_S = 1.0
 """Longest wait for the answer of a publisher's address, in seconds."""
 
 
-def token_for(invitation: Invitation) -> str:
+def token_for(invitation: Invitation, environ: Mapping[str, str]) -> str:
     """Return the secret that workers and publisher prove to each other.
 
+    Args:
+        invitation: The publisher's.
+        environ: The environment that this process was started with.
+
     Raises:
-        AuthenticationError: This process has none, and the publisher is neither in it nor in the
-            one that started it; or the invitation has another one.
+        AuthenticationError: The environment has none, and the publisher is neither in this process
+            nor in the one that started it; or the invitation has another one.
     """
-    given, known = invitation.token, resolve_token(None)
+    given, known = invitation.token, resolve_token(None, environ)
     if known is None:
         if given and _is_of_this_program(invitation.address):
             return given
@@ -59,7 +65,9 @@ def _is_of_this_program(address: str) -> bool:
             return False
         with socket.socket(socket.AF_UNIX) as probe:
             connect(probe, parsed, Deadline(LOOK_S))
-            return peer_credentials(probe)[0] in (os.getpid(), os.getppid())
+            pid, _ = peer_credentials(probe)
+            # 0 is any process outside of this container.
+            return pid != 0 and pid in (os.getpid(), os.getppid())
     except (WTransferError, OSError):
         return False
 
