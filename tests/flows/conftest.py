@@ -11,6 +11,7 @@ import json
 import os
 import runpy
 import secrets
+import select
 import signal
 import socket
 import sys
@@ -104,6 +105,10 @@ class Puppet:
             failed.ended, failed.seconds = reply["ended"], reply["ended"] - reply["begun"]
             raise failed
         return reply["value"]
+
+    def has_answered(self):
+        """Return whether the answer to the last order is there."""
+        return bool(select.select([self._socket], [], [], 0)[0])
 
     def last_words(self, limit=3000):
         """Return the end of what it printed; None: all of it."""

@@ -68,8 +68,9 @@ class Fleet:
             return puppet.kill()
         if how == "leave":
             begun = time.monotonic()
-            # Before it goes on, or its round may be over by the time that it hears this.
+            # Before it goes on, or its round may be over by the time that it leaves.
             puppet.order("end")
+            self.flow.until(self.trainer.has_answered)
             puppet.go_on()
             puppet.answer()
             assert puppet.ended - begun < self.soon_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import resource
 import socket
 import subprocess
@@ -23,6 +24,10 @@ def many_descriptors():
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+NUM_EXCHANGES = 100
+"""Exchanges that go on within a flood."""
 
 
 class Echo:
@@ -93,9 +98,15 @@ def test_a_flood_disturbs_neither_the_live_nor_the_newcomer(
         stack.callback(bytewise.join)
         stack.callback(stop.set)
         bytewise.start()
-        for number in range(num_connections):
+        for number in itertools.count():
+            # A fast flood is over before there is much to compare with.
+            if number >= num_connections and echo.num_done > NUM_EXCHANGES:
+                break
+            assert number < 10 * num_connections, f"{echo.num_done} exchanges"
             sock = connect(where.family, where.target)
-            if number % 4 == 0:  # stays, half open or sending byte by byte
+            if (
+                number % 4 == 0 and number < num_connections
+            ):  # stays, half open or sending byte by byte
                 sockets.append(stack.enter_context(sock))
             else:
                 sock.close()
@@ -111,7 +122,6 @@ def test_a_flood_disturbs_neither_the_live_nor_the_newcomer(
         f"newcomers joined within {max(joined_s) * 1e3:.0f} ms; at most {most_unproven} unproven"
     )
     assert not live.closed
-    assert echo.num_done > 100
     # A busy machine stands still for seconds, too, but not again and again.
     assert echo.slowest_s < 5
     assert echo.num_slow <= 2
