@@ -407,16 +407,14 @@ class HeldWeights:
     def __init__(self, process: ProcessWeights, model: object) -> None:
         self._process = process
         self._model: Callable[[], object] | None = None
-        self.is_observable = False
-        """False of a plain dictionary, say, whose end nothing tells."""
         self.vouch: tuple[str, Vouch] | None = None
         """Fingerprint that the session enters, and the vouch that names the same weights."""
         self.number = -next(_numbers)
         """Tells models apart, as long as they live."""
+        # The end of a plain dictionary, say, cannot be observed.
         with contextlib.suppress(TypeError):
             self._model = weakref.ref(model)
             self.number = id(model)
-            self.is_observable = True
 
     def name(self, fingerprint: str | None) -> str | None:
         """Return the name of the weights that the session calls by this fingerprint."""
@@ -427,6 +425,11 @@ class HeldWeights:
     def is_of(self, model: object) -> bool:
         """Return whether this is the model, and can be told from others."""
         return self._model is not None and self._model() is model
+
+    @property
+    def is_observable(self) -> bool:
+        """Whether anything tells the model's end."""
+        return self._model is not None
 
     def model(self) -> object:
         """Return the model; None: it is gone, or its end cannot be observed."""

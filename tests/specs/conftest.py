@@ -35,6 +35,23 @@ def make_rig(arena_rig):
         yield lambda **options: stack.enter_context(arena_rig.rig(**options))
 
 
+@pytest.fixture
+def counted():
+    """Class of keys that counts how often any is looked up."""
+
+    class Counted(bytes):
+        lookups = 0
+
+        def __hash__(self):
+            type(self).lookups += 1
+            return super().__hash__()
+
+        def __eq__(self, other):
+            return super().__eq__(other)
+
+    return Counted
+
+
 class RankError(Exception):
     """What a rank has raised."""
 

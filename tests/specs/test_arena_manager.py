@@ -181,30 +181,17 @@ def test_a_negative_number_of_slots():
 # -- effort
 
 
-class Counted(bytes):
-    """A key that counts how often any is looked up."""
-
-    lookups = 0
-
-    def __hash__(self):
-        type(self).lookups += 1
-        return super().__hash__()
-
-    def __eq__(self, other):
-        return super().__eq__(other)
-
-
-def effort(manager, numbers):
+def effort(manager, numbers, counted):
     """Return how often keys are looked up in one call of each kind."""
     spent = {}
 
     def note(name, call, *args):
-        before = Counted.lookups
+        before = counted.lookups
         result = call(*args)
-        spent[name] = Counted.lookups - before
+        spent[name] = counted.lookups - before
         return result
 
-    new = [Counted(next(numbers).to_bytes(8, "big")) for _ in range(2)]
+    new = [counted(next(numbers).to_bytes(8, "big")) for _ in range(2)]
     note("weights_changed", manager.weights_changed)
     assert note("prepare_store", manager.prepare_store, new, ONE).evicted_keys
     note("complete_store", manager.complete_store, new, ONE)
@@ -216,13 +203,13 @@ def effort(manager, numbers):
     return spent
 
 
-def test_effort_does_not_grow_with_the_number_of_blocks(make):
+def test_effort_does_not_grow_with_the_number_of_blocks(make, counted):
     found = []
     for num_slots in (8, 2000):
         manager, numbers = make(num_slots), itertools.count(1)
         for _ in range(num_slots):
-            store(manager, Counted(next(numbers).to_bytes(8, "big")))
-        found.append(effort(manager, numbers))
+            store(manager, counted(next(numbers).to_bytes(8, "big")))
+        found.append(effort(manager, numbers, counted))
     few, many = found
     assert few == many
     assert (many["weights_changed"], many["get_stats"], many["lookup"]) == (0, 0, 1)

@@ -243,26 +243,13 @@ def test_key_whose_load_failed_is_a_miss_for_a_while(rig, monkeypatch):
     assert found is LookupResult.HIT
 
 
-class Counted(bytes):
-    """A key that counts how often any is looked up."""
-
-    lookups = 0
-
-    def __hash__(self):
-        type(self).lookups += 1
-        return super().__hash__()
-
-    def __eq__(self, other):
-        return super().__eq__(other)
-
-
-def test_failed_load_costs_the_same_however_many_have_failed(rig):
+def test_failed_load_costs_the_same_however_many_have_failed(rig, counted):
     spent = []
     for first in range(0, 2000, 2):
-        before = Counted.lookups
-        keys = [Counted(key(first)), Counted(key(first + 1))]
+        before = counted.lookups
+        keys = [counted(key(first)), counted(key(first + 1))]
         rig.manager.load_failed(keys, rig.request(), suspect=True)
-        spent.append(Counted.lookups - before)
+        spent.append(counted.lookups - before)
     assert set(spent[1:]) == {spent[0]}
 
 

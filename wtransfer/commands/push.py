@@ -26,6 +26,7 @@ from wtransfer.commands.shared import (
     logging_option,
     table,
     token_file_option,
+    usage_errors,
 )
 from wtransfer.config import option_values
 from wtransfer.errors import (
@@ -180,7 +181,7 @@ class _Order:
             if label == "":
                 raise click.UsageError(f"{option} is empty: give the label of a version")
             if label is not None:
-                with _usage_errors():
+                with usage_errors():
                     check_label(label)
         if not self.version:
             raise click.UsageError(f"{self.checkpoint} has no name to be the label: add --label")
@@ -190,7 +191,7 @@ class _Order:
             raise click.UsageError("--stay has nothing to serve after --dry-run: omit one of them")
         if len(set(self.hosts)) < len(self.hosts):
             raise click.UsageError("a worker is named twice: give each --to once")
-        with _usage_errors(AddressError):
+        with usage_errors(AddressError):
             for each in self.hosts:
                 parse_url(each)
         if self.stay and self.token is None:
@@ -211,28 +212,15 @@ class _Order:
 
     @property
     def token(self) -> str | None:
-        with _usage_errors(AuthenticationError):
+        with usage_errors(AuthenticationError):
             return given_token(self.token_file)
-
-
-@contextlib.contextmanager
-def _usage_errors(*classes: type[WTransferError]) -> Iterator[None]:
-    """Report these errors as usage errors, and ValueErrors that no class of ours is."""
-    try:
-        yield
-    except classes as error:
-        raise click.UsageError(str(error)) from error
-    except ValueError as error:
-        if isinstance(error, WTransferError):
-            raise
-        raise click.UsageError(str(error)) from error
 
 
 def _publisher(order: _Order) -> Publisher:
     from wtransfer.engines.factory import WeightTransferTrainerFactory
     from wtransfer.registry.resolve import registry
 
-    with _usage_errors(PluginError, AddressError):
+    with usage_errors(PluginError, AddressError):
         engine_cls = registry("engines").get(order.engine)
         trainer_cls = WeightTransferTrainerFactory.trainer_class(order.engine)
         remote = [url.name for url in map(parse_url, order.hosts) if _is_remote(url)]
@@ -249,7 +237,7 @@ def _publisher(order: _Order) -> Publisher:
     from wtransfer.checkpoint.source import CheckpointSource
     from wtransfer.weight_sync.trainer.publisher import Publisher
 
-    with _usage_errors(AddressError):
+    with usage_errors(AddressError):
         return Publisher(
             # A rollback sends what the engine keeps.
             {} if order.checkpoint is None else CheckpointSource(order.checkpoint),

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from wtransfer.commands.shared import usage_errors
 from wtransfer.errors import WTransferError
 from wtransfer.manifest import check_label
 
@@ -34,10 +35,8 @@ def seal(checkpoint: Path, checks: bool, label: str | None, as_json: bool) -> No
     if checks and label is not None:
         raise click.UsageError("--check writes no label: omit one of them")
     if label is not None:
-        try:
+        with usage_errors():
             check_label(label)
-        except ValueError as error:
-            raise click.UsageError(str(error)) from error
     from wtransfer.checkpoint import source
 
     try:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from wtransfer.errors import WTransferError
 from wtransfer.transport.handshake import resolve_token
 
 if TYPE_CHECKING:
@@ -42,6 +43,19 @@ def given_token(token_file: str | None) -> str | None:
     if token_file is None:
         return resolve_token(None)
     return resolve_token(None, {"WTRANSFER_TOKEN_FILE": token_file})
+
+
+@contextlib.contextmanager
+def usage_errors(*classes: type[WTransferError]) -> Iterator[None]:
+    """Report these errors as usage errors, and ValueErrors that no class of ours is."""
+    try:
+        yield
+    except classes as error:
+        raise click.UsageError(str(error)) from error
+    except ValueError as error:
+        if isinstance(error, WTransferError):
+            raise
+        raise click.UsageError(str(error)) from error
 
 
 def table(rows: Sequence[Sequence[str]], num_text_columns: int) -> Iterator[str]:
