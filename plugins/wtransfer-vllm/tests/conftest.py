@@ -116,6 +116,30 @@ def joined(engine, weights):
     engine.do("shutdown_engine")
 
 
+@pytest.fixture
+def changing(weights):
+    """Maker of what publishes weights, by their name, to an engine that has A."""
+    import wtransfer
+    from engines import publish
+
+    with contextlib.ExitStack() as stack:
+
+        def make(engine, *, of=weights.__getitem__, deadline_s=20):
+            held = {key: tensor.clone() for key, tensor in of("A").items()}
+            publisher = stack.enter_context(wtransfer.Publisher(held, deadline_s=deadline_s))
+            engine.invite(publisher)
+            publisher.wait_for_workers(1, timeout_s=20)
+
+            def change_to(name, label=None):
+                for key, tensor in of(name).items():
+                    held[key].copy_(tensor)
+                publish(publisher, engine, label or name).raise_unless_ok()
+
+            return change_to
+
+        yield make
+
+
 @pytest.fixture(scope="session")
 def fresh(models, tmp_path_factory):
     """Model's name -> the tokens of a fresh vLLM without us, prompt by prompt."""

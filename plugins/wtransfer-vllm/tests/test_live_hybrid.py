@@ -7,8 +7,6 @@ import sys
 
 import pytest
 import tiny_models
-import wtransfer
-from engines import publish
 from kv import (
     BLOCK_SIZE,
     LOCAL_HITS,
@@ -232,26 +230,14 @@ def test_too_little_memory_on_both_sides_costs_hits_only(engines, fresh, kind):
 
 
 @pytest.fixture
-def serving(engines, twins):
+def serving(engines, twins, changing):
     """Maker of an engine with a connector, and of what publishes to it."""
-    with contextlib.ExitStack() as stack:
 
-        def make(kind, connector, **options):
-            engine = engines(kind, connector, weight_transfer_config={"backend": "shm"}, **options)
-            held = {key: tensor.clone() for key, tensor in twins.weights(kind, "A").items()}
-            publisher = stack.enter_context(wtransfer.Publisher(held, deadline_s=20))
-            engine.invite(publisher)
-            publisher.wait_for_workers(1, timeout_s=20)
+    def make(kind, connector, **options):
+        engine = engines(kind, connector, weight_transfer_config={"backend": "shm"}, **options)
+        return engine, changing(engine, of=functools.partial(twins.weights, kind))
 
-            def change_to(name):
-                for key, tensor in twins.weights(kind, name).items():
-                    held[key].copy_(tensor)
-                report = publish(publisher, engine, name)
-                assert report.ok, report
-
-            return engine, change_to
-
-        yield make
+    return make
 
 
 @nightly

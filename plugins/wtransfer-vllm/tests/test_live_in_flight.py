@@ -4,8 +4,6 @@ import contextlib
 import random
 
 import pytest
-import wtransfer
-from engines import publish
 from kv import (
     BLOCK_SIZE,
     LOCAL_HITS,
@@ -64,26 +62,16 @@ def engines(sealed, tmp_path):
 
 
 @pytest.fixture
-def serving(engines, weights):
+def serving(engines, changing):
     """Maker of an engine with model A, and of what publishes to it."""
-    with contextlib.ExitStack() as stack:
 
-        def make(connector, **options):
-            options |= {"max_num_batched_tokens": STEP_TOKENS}
-            config = {"backend": "shm"}
-            engine = engines("A", connector, weight_transfer_config=config, **options)
-            held = {key: tensor.clone() for key, tensor in weights["A"].items()}
-            publisher = stack.enter_context(wtransfer.Publisher(held, deadline_s=20))
-            engine.invite(publisher)
-            publisher.wait_for_workers(1, timeout_s=20)
+    def make(connector, **options):
+        options |= {"max_num_batched_tokens": STEP_TOKENS}
+        config = {"backend": "shm"}
+        engine = engines("A", connector, weight_transfer_config=config, **options)
+        return engine, changing(engine)
 
-            def change_to(name):
-                held.update(weights[name])
-                publish(publisher, engine, name).raise_unless_ok()
-
-            return engine, change_to
-
-        yield make
+    return make
 
 
 def begin(engine):

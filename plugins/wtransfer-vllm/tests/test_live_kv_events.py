@@ -3,8 +3,6 @@
 import contextlib
 
 import pytest
-import wtransfer
-from engines import publish
 from kv import BLOCK_SIZE, OFFLOADING, PROMPTS, STORAGE, count_hits, forget_prefixes, start
 from router import CPU, GPU, TIER, Router
 from test_live_hybrid import OPTIONS, twins  # noqa: F401  # a fixture
@@ -37,28 +35,6 @@ def engines(tmp_path):
         yield make
 
 
-@pytest.fixture
-def changing(weights):
-    """Maker of what publishes weights, by their name, to an engine with model A."""
-    with contextlib.ExitStack() as stack:
-
-        def make(engine):
-            held = {key: tensor.clone() for key, tensor in weights["A"].items()}
-            publisher = stack.enter_context(wtransfer.Publisher(held, deadline_s=10))
-            engine.invite(publisher)
-            publisher.wait_for_workers(1, timeout_s=20)
-
-            def change_to(name):
-                for key, tensor in weights[name].items():
-                    held[key].copy_(tensor)
-                report = publish(publisher, engine, name)
-                assert report.ok, report
-
-            return change_to
-
-        yield make
-
-
 def hits_of(engine, prompt):
     """Return the number of blocks that the connector loads for a prompt."""
     forget_prefixes(engine)
@@ -78,7 +54,7 @@ def test_router_hears_what_a_tier_has_of_the_present_weights(
     router = routers()
     weight_config = {"weight_transfer_config": {"backend": "shm"}}
     engine = engines(router, sealed / "A", SMALL, processes=processes, **weight_config)
-    publish_to = changing(engine)
+    publish_to = changing(engine, deadline_s=10)
 
     def change_to(name):
         publish_to(name)

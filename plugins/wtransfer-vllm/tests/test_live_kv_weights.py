@@ -4,8 +4,6 @@ import contextlib
 import time
 
 import pytest
-import wtransfer
-from engines import publish
 from kv import (
     LOCAL_HITS,
     OFFLOADING,
@@ -38,36 +36,29 @@ def fresh(fresh_kv_of):
 
 
 @pytest.fixture
-def serving(sealed, weights, tmp_path):
-    """Maker of an engine with model A, of what publishes to it, and of a gate for its loads."""
+def engines(sealed, tmp_path):
+    """Maker of engines with model A, each with a gate for its loads."""
     with contextlib.ExitStack() as stack:
 
         def make(connector, **options):
             env = {"WTRANSFER_CACHE": str(tmp_path / "cache")}
-            weight_config = {"backend": "shm"}
-            engine = start(
-                tmp_path,
-                sealed / "A",
-                connector,
-                env=env,
-                weight_transfer_config=weight_config,
-                **options,
-            )
+            options |= {"weight_transfer_config": {"backend": "shm"}}
+            engine = start(tmp_path, sealed / "A", connector, env=env, **options)
             stack.callback(engine.close)
-            held = {key: tensor.clone() for key, tensor in weights["A"].items()}
-            publisher = stack.enter_context(wtransfer.Publisher(held, deadline_s=10))
-            engine.invite(publisher)
-            publisher.wait_for_workers(1, timeout_s=20)
-
-            def change_to(name, label=None):
-                for key, tensor in weights[name].items():
-                    held[key].copy_(tensor)
-                report = publish(publisher, engine, label or name)
-                assert report.ok, report
-
-            return engine, change_to
+            return engine
 
         yield make
+
+
+@pytest.fixture
+def serving(engines, changing):
+    """Maker of such an engine, and of what publishes to it."""
+
+    def make(connector, **options):
+        engine = engines(connector, **options)
+        return engine, changing(engine, deadline_s=10)
+
+    return make
 
 
 def run_until(engine, *names):

@@ -5,8 +5,7 @@ import random
 import shutil
 
 import pytest
-import wtransfer
-from engines import HostError, ask_each, publish, until
+from engines import HostError, ask_each, until
 from kv import BLOCK_SIZE, PROMPTS, check_same, count_hits, forget_prefixes, start
 from test_live_kv_weights import run_until
 
@@ -60,26 +59,6 @@ def engines(sealed, tmp_path):
 
 
 @pytest.fixture
-def update(weights):
-    """Maker of what publishes to an engine."""
-    with contextlib.ExitStack() as stack:
-
-        def make(engine):
-            held = {key: tensor.clone() for key, tensor in weights["A"].items()}
-            publisher = stack.enter_context(wtransfer.Publisher(held, deadline_s=20))
-            engine.invite(publisher)
-            publisher.wait_for_workers(1, timeout_s=20)
-
-            def change_to(name):
-                held.update(weights[name])
-                publish(publisher, engine, name).raise_unless_ok()
-
-            return change_to
-
-        yield make
-
-
-@pytest.fixture
 def unsealed(sealed, tmp_path):
     """Checkpoint A, whose fingerprint is worked out while vLLM serves it."""
     ignored = shutil.ignore_patterns("wtransfer.json")
@@ -108,10 +87,10 @@ def files(tmp_path):
     ids=["one", "multi", "two ranks"],
 )
 def test_weights_that_come_back_find_their_blocks_and_no_engine_finds_those_of_others(
-    engines, update, fresh_kv, connector, ranks
+    engines, changing, fresh_kv, connector, ranks
 ):
     first = engines("A", connector, ranks=ranks)
-    change_to = update(first)
+    change_to = changing(first)
     assert ask(first, fresh_kv["A"]) == 0
     change_to("B")
     assert ask(first, fresh_kv["B"]) == 0
@@ -127,14 +106,14 @@ def test_weights_that_come_back_find_their_blocks_and_no_engine_finds_those_of_o
 
 @pytest.mark.nightly
 def test_blocks_of_requests_that_run_at_a_commit_are_of_the_weights_of_their_names(
-    engines, update, sealed, tmp_path
+    engines, changing, sealed, tmp_path
 ):
     engine = engines("A")
     engine.do("keep_in_flight", True)
     with pytest.raises(HostError, match="'keep', but the KV connector 'OffloadingConnector'"):
-        update(engine)
+        changing(engine)
     engine.do("keep_in_flight", False)
-    change_to = update(engine)
+    change_to = changing(engine)
     chosen = random.Random(0)
     prompts = {
         f"{number}": chosen.choices(range(3, 250), k=20 + 25 * number) for number in range(8)
@@ -165,10 +144,10 @@ def test_blocks_of_requests_that_run_at_a_commit_are_of_the_weights_of_their_nam
 @pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2], ids=["one", "two ranks"])
 def test_weights_that_no_other_process_can_name_are_neither_stored_nor_loaded(
-    engines, update, fresh_kv, unsealed, ranks
+    engines, changing, fresh_kv, unsealed, ranks
 ):
     engine = engines(unsealed, ranks=ranks)
-    update(engine)
+    changing(engine)
     until(lambda: ask(engine, fresh_kv["A"]) >= LEAST_HITS)
     before = files(unsealed.parent)
     assert before

@@ -62,12 +62,19 @@ def attributes(name, file):
     """Return the attributes of a class: its fields, and what its methods set on themselves."""
     tree = ast.parse((SOURCES / file).read_text())
     (cls,) = (n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == name)
-    found = {n.target.id for n in cls.body if isinstance(n, ast.AnnAssign)}
-    for node in ast.walk(cls):
-        is_own = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-        if is_own and isinstance(node.value, ast.Name) and node.value.id == "self":
-            found.add(node.attr)
-    return sorted(found)
+    return sorted({n.target.id for n in cls.body if isinstance(n, ast.AnnAssign)} | set_in(cls))
+
+
+def set_in(tree):
+    """Return the attributes that an object sets on itself within a piece of code."""
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
 
 
 def classes_that(holds):
@@ -107,14 +114,7 @@ def guarded(cls):
     A flag is one that is set where a condition asks for it.
     """
     for branch in (node for node in ast.walk(cls) if isinstance(node, ast.If)):
-        stored = {
-            node.attr
-            for node in ast.walk(branch)
-            if isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Store)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "self"
-        }
+        stored = set_in(branch)
         condition = ast.unparse(branch.test) if stored else ""
         for name in stored:
             missing = (f"self.{name} is None", f"not hasattr(self, '{name}')")
