@@ -33,6 +33,9 @@ NOT_ENTERED = (
     "sglang.srt.server_args.ServerArgs",
 )
 """Classes of SGLang's that hold more than one model."""
+_SERVES_ON = (
+    "Nothing was changed, and SGLang serves on; for other weights, start it from a checkpoint of them"
+)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> dtype of its bits."""
 
@@ -133,18 +136,17 @@ def prove(model: nn.Module, load: Callable[[], object]) -> None:
     if cause is not None:
         raise LoadError(
             f"{name} takes no update, for its load could not be proven: {type(cause).__name__}: "
-            f"{cause}. Nothing was changed, and SGLang serves on"
+            f"{cause}. {_SERVES_ON}"
         ) from cause
     if hidden is not None:
         raise LoadError(
             f"{name} takes no update, for it computes with {hidden}, which is none of its "
-            "registered modules: no load is known to renew it. Nothing was changed, and SGLang "
-            "serves on"
+            f"registered modules: no load is known to renew it. {_SERVES_ON}"
         )
     if fault is not None:
         raise LoadError(
             f"{name} takes no update, for SGLang's load of the weights that it serves gives "
-            f"others: {fault}. Nothing was changed, and SGLang serves on"
+            f"others: {fault}. {_SERVES_ON}"
         )
 
 
