@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import secrets
 import signal
@@ -19,6 +20,8 @@ from wtransfer.commands.status import DIFFERS, UNREACHABLE
 PARTS = runpy.run_path(str(Path(__file__).with_name("http_worker.py")))
 WorkerProcess, WEIGHTS, PATIENCE_S = PARTS["WorkerProcess"], PARTS["WEIGHTS"], PARTS["PATIENCE_S"]
 NAMES = ("w0", "w1", "w2")
+CLOCK = re.compile(r"^\d\d:\d\d:\d\d$", re.MULTILINE)
+"""Line above each of the pictures that ``--watch`` draws."""
 
 
 class Operator:
@@ -155,6 +158,8 @@ def test_fleet_is_asked_while_one_worker_is_behind_killed_and_started_again(oper
     assert operator.status(*operator.to()) == (0, dict.fromkeys(NAMES, ("v3", "serving")))
     assert operator.run("status", "--ready", told["fingerprint"], *operator.to()) == (0, "", "")
 
+    # Its exit code is that of what it saw last.
+    until(lambda: CLOCK.split(log.read_text())[-1].count("v3") == len(NAMES), PATIENCE_S)
     os.kill(watching.pid, signal.SIGTERM)
     assert watching.wait(10.0) == 0
 
