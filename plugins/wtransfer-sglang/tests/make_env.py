@@ -11,6 +11,7 @@ tests put in the place of the rest.
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,10 @@ ALONE = (
     "tml-renderers==0.1.0",
 )
 
+GUIDE = (PLUGIN / "README.md").read_text("utf-8")
+INSTALL = re.findall(r"^pip install (.*?) *#", GUIDE, re.MULTILINE)[0]
+"""What the guide's first command installs."""
+
 
 def main(folder: str) -> None:
     """Make the environment in a new folder, or bring an old one up to date."""
@@ -41,11 +46,11 @@ def main(folder: str) -> None:
         ["-r", str(TESTS / "sglang-requirements.txt")],
         ["--no-deps", SGLANG, *ALONE],
         [f"{CORE}[test]"],
-        ["--no-deps", str(PLUGIN)],
+        INSTALL.split(),
         [f"{PLUGIN.parent / 'wtransfer-valkey'}[test]"],
     ):
-        subprocess.run([*pip, "install", *what], check=True)
+        subprocess.run([*pip, "install", *what], cwd=CORE, check=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(str(Path(sys.argv[1]).resolve()))

