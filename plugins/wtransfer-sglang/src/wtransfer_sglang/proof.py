@@ -33,7 +33,7 @@ NOT_ENTERED = (
     "sglang.srt.server_args.ServerArgs",
 )
 """Classes of SGLang's that hold more than one model."""
-_SERVES_ON = "Nothing was changed, and SGLang serves on; start it from another checkpoint for that"
+_SERVES_ON = "Nothing was changed, and SGLang serves on; other weights need a restart"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> dtype of its bits."""
 

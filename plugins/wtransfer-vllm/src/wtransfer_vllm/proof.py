@@ -63,8 +63,8 @@ def prove(
     else:
         why = f"vLLM cannot reload the weights that it serves: {type(error).__name__}: {error}"
     raise ReloadError(
-        f"{what} takes no update, for {why}. Nothing was changed, and vLLM serves on; start it "
-        "from another checkpoint for that"
+        f"{what} takes no update, for {why}. Nothing was changed, and vLLM serves on; other "
+        "weights need a restart"
     ) from error
 
 
