@@ -9,7 +9,7 @@ import wtransfer
 from engines import PROMPTS, Engine, publish
 from wtransfer.errors import SchemaError
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(600)]
 
 OPTIONS = {"dtype": "bfloat16", "max_model_len": 512, "kv_cache_memory_bytes": 64 << 20}
 LINE = "rope_parameters.rope_theta is 10000.0 here and 500000.0 in the update"

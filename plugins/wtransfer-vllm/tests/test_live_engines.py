@@ -14,7 +14,7 @@ from engines import PROMPTS, Engine, Trainer, check_update, start_ranks
 from server import Server
 from stream import Stream
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(600)]
 
 THIRD_PARTY = Path(__file__).parents[3] / "tests" / "installed" / "third_party_engine"
 LIVE = Path(__file__).parent / "live"
@@ -71,7 +71,6 @@ def check_there_and_back(engine, trainer, models, fresh, num_ranks=1):
         assert check_update(engine, update, fresh[name], name) == ["committed"] * num_ranks
 
 
-@pytest.mark.nightly  # a server takes them each time
 @pytest.mark.parametrize("backend", ["file"], indirect=True)
 def test_versions_in_files_serve_a_live_engine(backend, models, tmp_path, fresh):
     with closing(backend.serve(tmp_path, models)) as engine, closing(backend.train()) as trainer:
@@ -95,7 +94,6 @@ def test_an_engine_that_has_never_heard_of_vllm_serves_it_and_is_watched(
             check_there_and_back(engine, trainer, models, fresh)
 
 
-@pytest.mark.nightly
 def test_three_processes_are_served_by_any_engine(backend, models, tmp_path, fresh):
     with (
         closing(backend.serve(tmp_path, models, processes=3)) as engine,
@@ -104,7 +102,6 @@ def test_three_processes_are_served_by_any_engine(backend, models, tmp_path, fre
         check_there_and_back(engine, trainer, models, fresh)
 
 
-@pytest.mark.nightly
 def test_two_ranks_are_served_by_any_engine(backend, models, tmp_path, fresh_ranks):
     with (
         closing(start_ranks(tmp_path, models / "A", env=backend.env, **backend.config)) as engine,
@@ -113,9 +110,7 @@ def test_two_ranks_are_served_by_any_engine(backend, models, tmp_path, fresh_ran
         check_there_and_back(engine, trainer, models, fresh_ranks, num_ranks=2)
 
 
-@pytest.mark.parametrize(
-    "backend", ["file", pytest.param("acme-file", marks=pytest.mark.nightly)], indirect=True
-)
+@pytest.mark.parametrize("backend", ["file", "acme-file"], indirect=True)
 def test_a_server_is_served_by_any_engine(backend, models, tmp_path, fresh):
     with (
         closing(Server(tmp_path, models / "A", backend.name, backend.env)) as server,

@@ -9,7 +9,7 @@ import wtransfer
 from engines import PROMPTS, Engine, publish, start_ranks
 from tiny_models import CONFIG, EXPERTS, HIDDEN, HYBRID, SIZES, make_twin
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 CONFIGS = {
     "qwen3_moe": EXPERTS,
@@ -49,18 +49,8 @@ def start(folder, model, num_ranks, **options):
     return Engine(folder, model=str(model), **OPTIONS, **options)
 
 
-def _nightly(*case):
-    return pytest.param(*case, marks=pytest.mark.nightly)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "num_ranks"),
-    [
-        ("qwen3_moe", 1),
-        *(_nightly(name, 1) for name in CONFIGS if name != "qwen3_moe"),
-        *(_nightly(name, 2) for name in CONFIGS),
-    ],
-)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("model_type", CONFIGS)
 def test_vllm_computes_with_what_transformers_has_trained(model_type, num_ranks, tmp_path):
     import transformers
 

@@ -24,9 +24,8 @@ from test_live_kv_faults import block_files, flip
 from test_live_kv_weights import held_offloading, run_until
 from test_live_tiers import server  # noqa: F401  # a fixture
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(900)]
 
-nightly = pytest.mark.nightly
 NUM_TOKENS = 24
 ASKED = [*PROMPTS, PROMPTS[0][: 4 * BLOCK_SIZE + 2], (PROMPTS[0] + PROMPTS[1])[: 20 * BLOCK_SIZE]]
 """Prompts of several windows, one of little more than a window, and one that begins as another."""
@@ -123,13 +122,9 @@ def valkey_tier(url):
 @pytest.mark.parametrize(
     ("kind", "place"),
     [
-        ("gemma3", "memory"),
-        *[
-            pytest.param(kind, place, marks=nightly)
-            for kind in KINDS
-            for place in ("memory", "storage", "arena over file", "valkey")
-            if (kind, place) != ("gemma3", "memory")
-        ],
+        (kind, place)
+        for kind in KINDS
+        for place in ("memory", "storage", "arena over file", "valkey")
     ],
 )
 def test_what_vllms_own_prefix_cache_would_hit_is_loaded_at_the_memory_of_no_connector(
@@ -157,7 +152,6 @@ def test_what_vllms_own_prefix_cache_would_hit_is_loaded_at_the_memory_of_no_con
     assert hits + shared == local_hits
 
 
-@nightly
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("group", [0, 1])
 def test_block_of_one_group_that_is_lost_costs_hits_only(engines, fresh, tmp_path, kind, group):
@@ -178,7 +172,6 @@ def is_of(group, file):
     return file.stem[-12:-4] == f"{group:08x}"
 
 
-@nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_blocks_are_computed(engines, fresh, tmp_path, kind):
     expected, local_hits, _ = fresh(kind)
@@ -197,7 +190,6 @@ def test_damaged_blocks_are_computed(engines, fresh, tmp_path, kind):
     assert hits + shared == local_hits or (kind == "qwen3_next" and hits > 0)
 
 
-@nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_load_that_is_not_reported_is_computed_in_other_blocks(engines, fresh, tmp_path, kind):
     gate = tmp_path / "gate"
@@ -213,7 +205,6 @@ def test_load_that_is_not_reported_is_computed_in_other_blocks(engines, fresh, t
     same_for(kind)(answer(engine)[0], fresh(kind)[0])
 
 
-@nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_too_little_memory_on_both_sides_costs_hits_only(engines, fresh, kind):
     """Requests wait for blocks and lose them; kept are blocks of some groups, and not of others."""
@@ -240,7 +231,6 @@ def serving(engines, twins, changing):
     return make
 
 
-@nightly
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ten_updates_under_load_leave_no_stale_token_and_end_no_request(
@@ -271,7 +261,6 @@ def test_ten_updates_under_load_leave_no_stale_token_and_end_no_request(
         assert hits > 0
 
 
-@nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_of_requests_that_keep_their_kv_over_an_update_is_found(serving, fresh, kind):
     engine, change_to = serving(kind, OFFLOADING)
@@ -297,7 +286,6 @@ def test_nothing_of_requests_that_keep_their_kv_over_an_update_is_found(serving,
     same_for(kind)(answer(engine)[0], fresh(kind, "A")[0])
 
 
-@nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_load_what_they_have_stored(engines, kind):
     # They add in another order than one does.

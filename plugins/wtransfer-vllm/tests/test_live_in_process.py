@@ -124,6 +124,7 @@ def test_generation_goes_on_during_the_transfer(engine, trainer, weights, fresh)
     assert engine.tokens(PROMPTS) == fresh["B"]
 
 
+@pytest.mark.nightly
 def test_every_tensor_at_which_the_loader_may_fail_leaves_the_old_version(
     engine, trainer, weights, fresh
 ):
@@ -355,6 +356,7 @@ def test_float32_masters_are_taken_where_the_environment_allows_it(
         engine.close()
 
 
+@pytest.mark.nightly
 def test_engine_whose_kv_other_engines_read_by_tokens_takes_no_update(
     models, tmp_path, weights, fresh
 ):

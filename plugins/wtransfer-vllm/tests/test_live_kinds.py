@@ -6,17 +6,12 @@ import wtransfer
 from engines import Engine, HostError, ask_each, publish
 from safetensors.torch import load_file
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
-SHORTEST = "embeddings of tokens"
+pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(600)]
 
 
 def of_kind(*, refused):
-    """Return the kinds that are refused, or those that are not; all but one are for the night."""
-    return [
-        pytest.param(name, marks=() if name == SHORTEST else pytest.mark.nightly)
-        for name, kind in kinds.KINDS.items()
-        if bool(kind.refused) == refused
-    ]
+    """Return the kinds that are refused, or those that are not."""
+    return [name for name, kind in kinds.KINDS.items() if bool(kind.refused) == refused]
 
 
 def start(folder, model, name, **options):

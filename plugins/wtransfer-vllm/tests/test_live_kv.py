@@ -23,15 +23,14 @@ TWO_RANKS = {"ranks": 2}
 nightly = pytest.mark.nightly
 
 
-# Of these, tests of their own show more.
-SHOWN_ELSEWHERE = {"offloading", "tiering", "storage", "third-party tier"}
+SHORTEST = {"third-party spec", "shared memory"}
 
 
 def shapes(kinds):
-    """Return each kind in one process; in three, or with two ranks, it is nightly."""
+    """Return each kind in one process; all but the shortest are nightly."""
     found = []
     for kind in kinds:
-        in_one = [nightly] if kind in SHOWN_ELSEWHERE else []
+        in_one = [] if kind in SHORTEST else [nightly]
         found += [
             pytest.param(kind, IN_ONE, id=f"{kind}, one process", marks=in_one),
             pytest.param(kind, IN_THREE, id=f"{kind}, three processes", marks=[nightly]),

@@ -7,9 +7,8 @@ from kv import BLOCK_SIZE, OFFLOADING, PROMPTS, STORAGE, count_hits, forget_pref
 from router import CPU, GPU, TIER, Router
 from test_live_hybrid import OPTIONS, twins  # noqa: F401  # a fixture
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(600)]
 
-nightly = pytest.mark.nightly
 SMALL = ("wtransfer-OffloadingConnector", lambda _: {"cpu_bytes_to_use": 1 << 20})
 """An arena with room for the prompts under two sets of weights, and for little more."""
 
@@ -47,7 +46,7 @@ def leading(chain, told):
     return ([each in told for each in chain] + [False]).index(False)
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(3, marks=nightly)])
+@pytest.mark.parametrize("processes", [1, 3])
 def test_router_hears_what_a_tier_has_of_the_present_weights(
     routers, engines, changing, sealed, processes
 ):
@@ -97,7 +96,6 @@ def test_router_hears_what_a_tier_has_of_the_present_weights(
         assert hits_of(engine, prompt) == told
 
 
-@nightly
 def test_after_a_restart_blocks_of_a_folder_are_told_once_they_are_found(routers, engines, sealed):
     first, second = routers(), routers()
     engine = engines(first, sealed / "A", STORAGE)
@@ -116,7 +114,6 @@ def test_after_a_restart_blocks_of_a_folder_are_told_once_they_are_found(routers
     assert second.has[TIER].items() <= second.has[GPU].items()
 
 
-@nightly
 def test_groups_of_a_hybrid_model_are_told_apart(routers, engines, twins):  # noqa: F811
     router = routers()
     engine = engines(router, twins("gemma3"), OFFLOADING, **OPTIONS)

@@ -77,6 +77,7 @@ def test_damaged_blocks_are_computed(engines, fresh_kv, tmp_path, damage):
     assert hits >= len(PROMPTS) * 6 * BLOCK_SIZE
 
 
+@nightly
 def test_load_that_is_not_reported_is_computed_in_other_blocks(engines, fresh_kv, tmp_path):
     gate = tmp_path / "gate"
     options = {

@@ -9,7 +9,7 @@ from engines import HostError, ask_each, until
 from kv import BLOCK_SIZE, PROMPTS, check_same, count_hits, forget_prefixes, start
 from test_live_kv_weights import run_until
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(600)]
 
 LEAST_HITS = len(PROMPTS) * 6 * BLOCK_SIZE
 
@@ -81,8 +81,8 @@ def files(tmp_path):
     ("connector", "ranks"),
     [
         (TIERS, 1),
-        pytest.param(UNDER_MULTI, 1, marks=pytest.mark.nightly),
-        pytest.param(TIERS, 2, marks=pytest.mark.nightly),
+        (UNDER_MULTI, 1),
+        (TIERS, 2),
     ],
     ids=["one", "multi", "two ranks"],
 )
@@ -104,7 +104,6 @@ def test_weights_that_come_back_find_their_blocks_and_no_engine_finds_those_of_o
         assert ask(other, fresh_kv[name]) >= LEAST_HITS
 
 
-@pytest.mark.nightly
 def test_blocks_of_requests_that_run_at_a_commit_are_of_the_weights_of_their_names(
     engines, changing, sealed, tmp_path
 ):
@@ -141,7 +140,6 @@ def test_blocks_of_requests_that_run_at_a_commit_are_of_the_weights_of_their_nam
         assert ask(engines(name), expected[name], texts) > 0
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2], ids=["one", "two ranks"])
 def test_weights_that_no_other_process_can_name_are_neither_stored_nor_loaded(
     engines, changing, fresh_kv, unsealed, ranks

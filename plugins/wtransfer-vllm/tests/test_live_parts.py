@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import CONFIG, write_tokenizer
 from wtransfer.errors import DigestMismatchError
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 TEXT = CONFIG | {
     "hidden_size": 128,
@@ -133,7 +133,6 @@ def test_language_part_is_updated_beside_a_tower_that_stays(base, language, tmp_
     assert served == fresh_tokens(tmp_path / "saved", base, language)
 
 
-@pytest.mark.nightly
 def test_another_tower_is_refused_by_name_and_a_restarted_vllm_joins_again(
     base, language, tmp_path
 ):

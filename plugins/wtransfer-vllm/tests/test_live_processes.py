@@ -56,11 +56,13 @@ def fresh_ranks(ranks, models, tmp_path_factory):
     return {"A": ranks.tokens(PROMPTS)} | ask_each({"B": of_b}, lambda b: b.tokens(PROMPTS))
 
 
+@pytest.mark.nightly  # a server has two processes
 def test_each_of_an_engines_processes_registers_once(engine, startup, record_property):
     engine.wait_started()
     check_costs(startup[0], 3, record_property)
 
 
+@pytest.mark.nightly  # a server has two processes
 def test_three_processes_serve_the_new_weights_and_the_old_again(engine, weights, fresh):
     held = dict(weights["A"])
     assert engine.tokens(PROMPTS) == fresh["A"]
@@ -74,6 +76,7 @@ def test_three_processes_serve_the_new_weights_and_the_old_again(engine, weights
             assert [worker.outcome for worker in report.workers] == ["committed"]
 
 
+@pytest.mark.nightly  # a server has two processes
 def test_a_failed_commit_in_another_process_is_told_and_undone(engine, weights, fresh):
     with wtransfer.Publisher(weights["A"], deadline_s=10) as publisher:
         engine.invite(publisher)

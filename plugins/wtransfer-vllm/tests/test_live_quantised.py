@@ -16,6 +16,7 @@ from wtransfer.errors import SchemaError
 
 pytestmark = [
     pytest.mark.live,
+    pytest.mark.nightly,
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
 ]
@@ -118,19 +119,15 @@ def model_of(name, tmp_path):
     return base, transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
 
 
-def _nightly(*case):
-    return pytest.param(*case, marks=pytest.mark.nightly)
-
-
 @pytest.mark.parametrize(
     ("name", "scheme", "num_ranks"),
     [
         ("llama", "int8", 1),
-        _nightly("llama", "int8", 2),
-        _nightly("qwen3_moe", "int8", 1),
-        _nightly("llama", "fp8 blocks", 1),
-        _nightly("llama", "rows of fp8", 1),
-        _nightly("llama", "blocks of fp8", 1),
+        ("llama", "int8", 2),
+        ("qwen3_moe", "int8", 1),
+        ("llama", "fp8 blocks", 1),
+        ("llama", "rows of fp8", 1),
+        ("llama", "blocks of fp8", 1),
     ],
 )
 def test_vllm_serves_each_round_as_a_quantised_checkpoint_of_the_weights(
@@ -145,7 +142,6 @@ def test_vllm_serves_each_round_as_a_quantised_checkpoint_of_the_weights(
         assert fresh.do("answer", PROMPTS) == served[-1]
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "quantization"),
     [
@@ -163,7 +159,6 @@ def test_weights_that_vllm_quantises_as_it_loads_travel_as_they_are(name, quanti
         assert fresh.do("answer", PROMPTS) == served[-1]
 
 
-@pytest.mark.nightly
 def test_update_of_another_scheme_is_refused_by_vllm_and_both_are_named(tmp_path):
     plain, model = model_of("llama", tmp_path)
     other, own = ("fp8 blocks", "int8")

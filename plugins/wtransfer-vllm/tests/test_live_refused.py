@@ -19,7 +19,7 @@ from server import Server, plain_worker
 from wtransfer.errors import RemoteError
 from wtransfer.weight_sync.http.client import HttpClient
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(600)]
 
 NUM_REQUESTS = 100
 TOKEN = secrets.token_hex(32)

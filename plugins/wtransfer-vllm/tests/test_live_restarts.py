@@ -24,7 +24,7 @@ from wtransfer.errors import HostsError, WTransferError
 from wtransfer.weight_sync.http.client import HttpClient
 from wtransfer.weight_sync.trainer.fleet_state import DROP_PATIENCE_S
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 TOKEN = secrets.token_hex(32)
 RETURN_S = 2.0
@@ -219,7 +219,6 @@ def experts(tmp_path_factory):
     return folder, weights, tokens
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("policy", ["abort", "drop"])
 def test_no_report_is_ok_while_a_server_that_is_killed_at_any_time_holds_other_weights(
     experts, policy, tmp_path
@@ -273,7 +272,6 @@ def test_no_report_is_ok_while_a_server_that_is_killed_at_any_time_holds_other_w
         print(f"seconds to join, and to catch up: {times}")  # noqa: T201
 
 
-@pytest.mark.nightly
 def test_server_that_stays_down_costs_rounds_that_may_drop_it_nothing(
     models, weights, fresh, tmp_path
 ):

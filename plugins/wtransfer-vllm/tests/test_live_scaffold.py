@@ -8,7 +8,7 @@ import pytest
 from engines import Trainer
 from kv import BLOCK_SIZE, PROMPTS, check_same, count_hits, forget_prefixes, install, start
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(600)]
 
 CONNECTORS = {
     "connector": ("acme-connector", lambda folder: {"folder": str(folder)}),
@@ -40,8 +40,8 @@ def env(tmp_path_factory):
     [
         "connector",
         # By the adapter they come as those of third parties do in `test_live_kv.py`.
-        pytest.param("spec", marks=pytest.mark.nightly),
-        pytest.param("tier", marks=pytest.mark.nightly),
+        "spec",
+        "tier",
     ],
 )
 def test_prefixes_come_back_until_the_weights_change(kind, env, sealed, fresh_kv, tmp_path):

@@ -131,7 +131,9 @@ def run(engine, joined, weights):
     return run_load
 
 
-@pytest.fixture(params=[False, True], ids=["recompute", "keep"])
+@pytest.fixture(
+    params=[False, pytest.param(True, marks=pytest.mark.nightly)], ids=["recompute", "keep"]
+)
 def keeps(engine, request):
     """Whether requests that run at a commit keep their KV."""
     engine.do("keep_in_flight", request.param)

@@ -5,7 +5,7 @@ import time
 import pytest
 from engines import Engine, publish
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(300)]
 
 
 @pytest.fixture

@@ -155,6 +155,7 @@ def test_every_connector_and_spec_of_vllm_has_a_row():
     )
 
 
+@pytest.mark.nightly
 def test_nothing_in_vllm_is_new_since_the_table_was_made():
     found = found_in_vllm()
     if os.environ.get("WTRANSFER_PLACES"):

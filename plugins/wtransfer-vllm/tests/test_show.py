@@ -22,8 +22,12 @@ def show(name):
     ("name", "in_vllm"),
     [
         ("OffloadingConnector", "wtransfer-OffloadingConnector"),
-        ("CPUOffloadingSpec", "wtransfer-CPUOffloadingSpec, which refuses: it runs under"),
-        ("shm", "shm"),
+        pytest.param(
+            "CPUOffloadingSpec",
+            "wtransfer-CPUOffloadingSpec, which refuses: it runs under",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param("shm", "shm", marks=pytest.mark.nightly),
     ],
 )
 def test_a_backend_has_its_name_and_an_argument_to_copy(name, in_vllm):

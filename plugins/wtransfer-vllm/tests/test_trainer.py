@@ -241,6 +241,7 @@ def test_wrong_option_of_an_engine_is_named(pair):
         pass
 
 
+@pytest.mark.nightly
 def test_ranks_of_an_fsdp_module_gather_in_step_also_after_a_refused_round(tmp_path):
     torch.manual_seed(0)
     served = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
