@@ -39,6 +39,7 @@ def restored(monkeypatch):
     replaced = [(VLLMClient, name) for name, each in vars(VLLMClient).items() if callable(each)]
     replaced += [(vllm_generation, "LLM"), (vllm_generation, "VLLMClient")]
     replaced += [(VLLMGeneration, "sync_weights"), (VLLMGeneration, "generate")]
+    replaced += [(VLLMGeneration, "_iter_named_params")]
     replaced += [(OnlineDPOTrainer, "_generate_vllm_server")]
     for owner, name in replaced:
         monkeypatch.setattr(owner, name, getattr(owner, name))
