@@ -87,8 +87,8 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
         """The publisher, on the sender."""
         self._num_rounds = 0
         # A class derived from it may yield a form of its own.
-        has_model = type(source) is base.ModuleSource
-        self._form = StreamForm(source._module if has_model else None)  # noqa: SLF001
+        model = getattr(source, "_module", None) if type(source) is base.ModuleSource else None
+        self._form = StreamForm(model)
         self._stream = StreamSource(info.publisher.get("deadline_s", DEADLINE_S))
         if self.is_sender:
             self.publisher = Publisher(
