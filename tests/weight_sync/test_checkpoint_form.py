@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+import resource
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,8 +18,10 @@ from torch import nn
 import wtransfer
 from wtransfer import Publisher
 from wtransfer.errors import SourceError
-from wtransfer.weight_sync.checkpoint_form import ModuleForm, in_form
+from wtransfer.weight_sync.checkpoint_form import ModuleForm, StreamForm, in_form
+from wtransfer.weight_sync.storages import memory_of
 from wtransfer.weight_sync.trainer.source import as_source
+from wtransfer.weights import ParamMeta
 
 
 def fused():
@@ -254,3 +259,135 @@ def test_wrappers_add_nothing_to_names(wrap):
         finally:
             dist.destroy_process_group()
     assert list(ModuleForm(model).formed().tensors) == names
+
+
+class Converted(nn.Module):
+    """A model of a transformers whose form is its own."""
+
+    def __init__(self, form: Any) -> None:
+        super().__init__()
+        self.form = form
+
+
+@pytest.fixture
+def transformers_of(monkeypatch):
+    """Stand in for transformers, as far as a form asks it."""
+    modeling = ModuleType("transformers.modeling_utils")
+    modeling.PreTrainedModel = Converted
+    modeling.revert_weight_conversion = lambda model, tensors: model.form(tensors)
+    monkeypatch.setitem(sys.modules, "transformers.modeling_utils", modeling)
+    return modeling
+
+
+def told(tensors):
+    return [ParamMeta(name, each.dtype, tuple(each.shape)) for name, each in tensors]
+
+
+@pytest.mark.usefixtures("transformers_of")
+def test_stream_passes_in_the_form_by_views_of_one_tensor_after_the_other():
+    tensors = fused()
+    form = StreamForm(Converted(split))
+    announced = form.announce(told(tensors.items()))
+    assert [meta.name for meta in announced] == ["q", "k", "experts.0", "experts.1", "norm"]
+    for value in (0.0, 1.0):
+        tensors["qk"].add_(value)
+        sent, wanted = dict(form.of(tensors.items())), split(tensors)
+        assert told(sent.items()) == announced
+        assert all(torch.equal(each, wanted[name]) for name, each in sent.items())
+        assert {memory_of(each) for each in sent.values()} == set(map(memory_of, tensors.values()))
+
+
+@pytest.mark.usefixtures("transformers_of")
+def test_tensor_of_a_stream_may_have_gaps_and_gradients():
+    tensors = fused()
+    tensors["qk"] = torch.arange(48.0).view(6, 8)[:, :4].requires_grad_()
+    tensors["experts"] = tensors["experts"].transpose(0, 1).contiguous().transpose(0, 1)
+    form, wanted = StreamForm(Converted(split)), split(tensors)
+    form.announce(told(tensors.items()))
+    assert all(torch.equal(each, wanted[name]) for name, each in form.of(tensors.items()))
+
+
+@pytest.mark.usefixtures("transformers_of")
+def test_parts_of_a_stream_are_known_until_it_is_announced_otherwise():
+    calls = []
+
+    def counted(tensors):
+        calls.append(list(tensors))
+        return split(tensors)
+
+    form, tensors = StreamForm(Converted(counted)), fused()
+    for _ in range(2):
+        form.announce(told(tensors.items()))
+    assert len(calls) == 1
+    tensors["experts"] = torch.ones(3, 3, 4)
+    # Announced as it was before, it is its reader's to refuse.
+    assert dict(form.of(tensors.items()))["experts"] is tensors["experts"]
+    assert "experts.2" in [meta.name for meta in form.announce(told(tensors.items()))]
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("form", "error"),
+    [
+        (
+            lambda t: {
+                "norm": t["norm"],
+                "both": torch.cat([t["qk"].view(-1), t["experts"].view(-1)]),
+            },
+            "Converted: 'both' is no view of one tensor",
+        ),
+        (lambda t: {**split(t), "q": t["qk"][:4] * 1.0}, "Converted: 'q' is no view of one tensor"),
+        (lambda t: {**split(t), "q": t["qk"][:3]}, "Converted: the form has lost 16 bytes of 'qk'"),
+        (lambda t: t["not there"], "Converted: .*KeyError: 'not there'"),
+    ],
+    ids=["two sources", "copy", "lost", "raises"],
+)
+@pytest.mark.usefixtures("transformers_of")
+def test_form_of_a_stream_that_is_not_of_its_parts_is_refused(form, error):
+    with pytest.raises(SourceError, match=error):
+        StreamForm(Converted(form)).announce(told(fused().items()))
+
+
+@pytest.mark.parametrize("kind", ["other model", "quantised", "release 4", "no transformers"])
+def test_stream_of_a_model_without_another_form_passes_as_it_is(transformers_of, kind):
+    model = nn.Linear(1, 1) if kind == "other model" else Converted(split)
+    if kind == "quantised":
+        model.hf_quantizer = object()
+    elif kind == "release 4":
+        del transformers_of.revert_weight_conversion
+    elif kind == "no transformers":
+        del sys.modules["transformers.modeling_utils"]
+    form, tensors = StreamForm(model), fused()
+    assert form.announce(told(tensors.items())) == told(tensors.items())
+    assert all(each is tensors[name] for name, each in form.of(tensors.items()))
+
+
+@pytest.mark.usefixtures("transformers_of")
+def test_names_of_one_tensor_pass_as_they_come():
+    # A trainer that yields a tied tensor twice has two of them.
+    weight = torch.ones(3, 2)
+    form = StreamForm(Converted(lambda t: {f"model.{name}": each for name, each in t.items()}))
+    stream = [("embed", weight), ("head", weight)]
+    assert [meta.name for meta in form.announce(told(stream))] == ["model.embed", "model.head"]
+    assert all(each is weight for _, each in form.of(stream))
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.usefixtures("transformers_of")
+def test_form_of_a_stream_is_found_without_its_memory(is_deterministic):
+    whole = [ParamMeta(f"experts.{n}", torch.bfloat16, (64, 1 << 11, 1 << 10)) for n in range(16)]
+
+    def apart(tensors):
+        return {
+            f"{name}.{n}": part.t() for name, each in tensors.items() for n, part in enumerate(each)
+        }
+
+    torch.use_deterministic_algorithms(is_deterministic)
+    try:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        announced = StreamForm(Converted(apart)).announce(whole)
+        after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+    assert sum(meta.nbytes for meta in announced) == sum(meta.nbytes for meta in whole) == 4 << 30
+    assert (after - before) << 10 < 64 << 20

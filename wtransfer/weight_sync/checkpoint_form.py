@@ -27,9 +27,10 @@ from wtransfer.weight_sync.storages import (
     spans_of,
     unwrap,
 )
+from wtransfer.weights import ParamMeta
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import nn
 
@@ -92,14 +93,7 @@ class ModuleForm:
             return self._given.of(module_state(self._module))
         model, tensors = _without_adapters(unwrap(self._module))
         tensors = {_COMPILED.sub("", name): each for name, each in tensors.items()}
-        modeling = sys.modules.get("transformers.modeling_utils")
-        # Releases before 5 hold models in the form of their checkpoints.
-        if (
-            modeling is None
-            or not hasattr(modeling, "revert_weight_conversion")
-            or not isinstance(model, modeling.PreTrainedModel)
-            or getattr(model, "hf_quantizer", None) is not None
-        ):
+        if not _has_form(model):
             return Formed(tensors, [])
         for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
             tensors.pop(name, None)
@@ -130,11 +124,87 @@ class KnownForm:
         layout, known = _layout_of(tensors), self._known
         if known is None or known[0] != layout:
             formed = in_form(tensors, self._form)
-            parts = _parts_of(tensors, formed)
-            self._known = None if parts is None else (layout, parts)
+            parts = _parts_of(tensors, formed.tensors)
+            # A form that makes more than views is asked each time.
+            self._known = (layout, parts) if parts.keys() == formed.tensors.keys() else None
             return formed
         with torch.no_grad():
             return Formed({name: part.of(tensors) for name, part in known[1].items()}, [])
+
+
+class StreamForm:
+    """The form of whole tensors that pass one after the other, such as gathered ones.
+
+    A tensor that has passed is gone: so the parts of all are found before, on stand-ins.
+
+    Args:
+        model: The model that the tensors are of, under the names that it has for them. Of a model
+            of transformers they pass in the form that ``save_pretrained`` writes, and of any other
+            as they are.
+    """
+
+    def __init__(self, model: object) -> None:
+        self._model = model
+        self._whole: dict[str, ParamMeta] = {}
+        self._parts: dict[str, list[tuple[str, Part]]] = {}
+        """Name of a whole tensor -> its parts, by their names."""
+
+    def announce(self, whole: Iterable[ParamMeta]) -> list[ParamMeta]:
+        """Return the tensors of the form: parts of one tensor are neighbours.
+
+        Args:
+            whole: The tensors that will pass, in their order. The parts of equal ones are known
+                from the first time.
+
+        Raises:
+            SourceError: A tensor of the form is not a part of one that passes, or as `in_form`.
+        """
+        announced = list(whole)
+        if not _has_form(self._model):
+            return announced
+        by_name = {meta.name: meta for meta in announced}
+        if by_name != self._whole:
+            self._whole, self._parts = by_name, self._found(by_name)
+        return [
+            ParamMeta(name, meta.dtype, meta.shape if part.place is None else part.place[0])
+            for meta in announced
+            for name, part in self._parts[meta.name]
+        ]
+
+    def _found(self, whole: Mapping[str, ParamMeta]) -> dict[str, list[tuple[str, Part]]]:
+        tensors = {name: _untouched(meta) for name, meta in whole.items()}
+        try:
+            formed = in_form(tensors, lambda each: _reverted(self._model, each)).tensors
+            parts = _parts_of(tensors, formed)
+            if others := [name for name in formed if name not in parts]:
+                raise SourceError(
+                    f"{others[0]!r} is no view of one tensor, and they pass one after the other; "
+                    "wtransfer.Publisher(model) reads them together",
+                    piece=others[0],
+                )
+        except SourceError as error:
+            error.message = f"{type(self._model).__name__}: {error.message}"
+            raise
+        found: dict[str, list[tuple[str, Part]]] = {name: [] for name in whole}
+        for name, part in parts.items():
+            found[part.own].append((name, part))
+        return found
+
+    def of(self, stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield a stream in the form that was announced, by views of each tensor.
+
+        A tensor that was announced otherwise passes as it is, for its reader to refuse.
+        """
+        for name, tensor in stream:
+            meta, parts = self._whole.get(name), self._parts.get(name)
+            if meta is None or parts is None or tensor.shape != meta.shape:
+                yield name, tensor
+                continue
+            if any(part.place for _, part in parts):
+                # Places of parts are those in a tensor without gaps.
+                tensor = tensor.detach().contiguous()  # noqa: PLW2901
+            for part_name, part in parts:
+                yield part_name, part.of({name: tensor})
 
 
 class Part(NamedTuple):
@@ -210,21 +280,43 @@ def _layout_of(tensors: Mapping[str, torch.Tensor]) -> object:
     return rows
 
 
-def _parts_of(tensors: Mapping[str, torch.Tensor], formed: Formed) -> dict[str, Part] | None:
-    """Return the parts that a form consists of; None: it makes more than views."""
+def _untouched(meta: ParamMeta) -> torch.Tensor:
+    """Return a tensor that has addresses, and no memory before it is touched."""
+    # `torch.empty` fills it where a trainer has asked torch for deterministic algorithms.
+    storage = torch.UntypedStorage(meta.nbytes, device="cpu")  # type: ignore[no-untyped-call]
+    empty = torch.empty(0, dtype=meta.dtype, device="cpu")
+    return empty.set_(storage).view(meta.shape)
+
+
+def _parts_of(
+    tensors: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]
+) -> dict[str, Part]:
+    """Return those tensors of a form that are parts of the model's: all, if it makes only views."""
     objects = {id(each): name for name, each in tensors.items()}
     holders = {memory_of(each): name for name, each in reversed(list(tensors.items()))}
     parts: dict[str, Part] = {}
-    for name, each in formed.tensors.items():
+    for name, each in found.items():
         if id(each) in objects:
             parts[name] = Part(objects[id(each)], None)
             continue
         own = holders.get(memory_of(each))
         if own is None or each.dtype != tensors[own].dtype:
-            return None
+            continue
         offset = int(each.storage_offset()) - int(tensors[own].storage_offset())
         parts[name] = Part(own, (tuple(each.shape), each.stride(), offset))
     return parts
+
+
+def _has_form(model: object) -> bool:
+    """Return whether transformers may hold a model in another form than its checkpoint's."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    # Releases before 5 hold models in the form of their checkpoints.
+    return (
+        modeling is not None
+        and hasattr(modeling, "revert_weight_conversion")
+        and isinstance(model, modeling.PreTrainedModel)
+        and getattr(model, "hf_quantizer", None) is None
+    )
 
 
 def _without_adapters(model: Any) -> tuple[Any, dict[str, torch.Tensor]]:

@@ -31,6 +31,8 @@ def pytest_configure(config):
 @pytest.fixture
 def restored(monkeypatch):
     """Let `install` last for one test."""
+    from trl.experimental.async_distillation import AsyncDistillationTrainer
+    from trl.experimental.async_grpo import AsyncGRPOTrainer
     from trl.experimental.online_dpo import OnlineDPOTrainer
     from trl.generation import vllm_generation
     from trl.generation.vllm_client import VLLMClient
@@ -39,7 +41,13 @@ def restored(monkeypatch):
     replaced = [(VLLMClient, name) for name, each in vars(VLLMClient).items() if callable(each)]
     replaced += [(vllm_generation, "LLM"), (vllm_generation, "VLLMClient")]
     replaced += [(VLLMGeneration, "sync_weights"), (VLLMGeneration, "generate")]
+    replaced += [(VLLMGeneration, "_iter_named_params")]
     replaced += [(OnlineDPOTrainer, "_generate_vllm_server")]
+    replaced += [(OnlineDPOTrainer, "_move_model_to_vllm")]
+    replaced += [
+        (AsyncGRPOTrainer, "_streaming_iter"),
+        (AsyncDistillationTrainer, "_streaming_iter"),
+    ]
     for owner, name in replaced:
         monkeypatch.setattr(owner, name, getattr(owner, name))
 
@@ -56,6 +64,14 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def experts(tmp_path_factory):
+    """A model of experts, which transformers holds in one tensor for a layer."""
+    import tiny_models
+
+    return tiny_models.make_twin(tmp_path_factory.mktemp("experts"), tiny_models.EXPERTS, 1)
+
+
+@pytest.fixture(scope="session")
 def guide():
     """The package's README."""
     return (Path(__file__).parents[1] / "README.md").read_text("utf-8")
@@ -66,6 +82,15 @@ def script(guide):
     """The script of the guide."""
     (code,) = re.findall(r"```python\n(# train\.py\n.*?)```", guide, re.DOTALL)
     return code
+
+
+@pytest.fixture(scope="session")
+def saving(script):
+    """The script of the guide, which publishes what it has trained and saves it."""
+    return f"""{script}
+trainer.vllm_generation.sync_weights()
+trainer.save_model("saved")
+"""
 
 
 @pytest.fixture(scope="session")

@@ -1,20 +1,40 @@
 """One rank of a trainer whose policy is sharded (FSDP2), and its generation by a server.
 
 python ranks.py RANK STORE: tells the token that its part of the generation has. The first rank
-has the server, which is restarted within the generation.
+has the server, which is restarted within the generation. Then tells whether a sharded policy of
+experts passes in the form of its checkpoint.
 """
 
 import sys
 from types import SimpleNamespace
 
 import torch.distributed
-from stand_ins import Policy, Server, generate, generation_by
+from stand_ins import Policy, Server, generate, generation_by, of_experts
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from wtransfer.weight_sync.trainer.source import as_source
 
 import wtransfer_trl
 
 NUM_RANKS = 2
+
+
+def passes_as_its_checkpoint(generation):
+    """Tell whether a policy of experts is announced, and then passes, as it would be saved."""
+    wanted = dict(as_source(of_experts()).iter_full())
+    generation.model = of_experts()
+    for part in [*generation.model.model.layers, generation.model]:
+        fully_shard(part, mesh=init_device_mesh("cpu", (NUM_RANKS,)))
+    assert all(hasattr(each, "full_tensor") for each in generation.model.parameters())
+    generation._weight_metadata = None
+    announced = {name: each.shape for name, each in generation._iter_named_params()}
+    generation._weight_metadata = announced
+    sent = dict(generation._iter_named_params())
+    return (
+        announced == {name: each.shape for name, each in sent.items()}
+        and sent.keys() == wanted.keys()
+        and all(torch.equal(each, wanted[name]) for name, each in sent.items())
+    )
 
 
 def main(rank, store):
@@ -35,6 +55,7 @@ def main(rank, store):
         if server is not None:
             print(server.answers)  # noqa: T201
             server.close()
+    print(passes_as_its_checkpoint(generation))  # noqa: T201
     torch.distributed.destroy_process_group()
 
 

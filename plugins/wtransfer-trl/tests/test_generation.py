@@ -250,4 +250,4 @@ def test_ranks_of_a_sharded_policy_publish_again_together(tmp_path):
             rank.kill()
             rank.communicate()
     assert [rank.returncode for rank in ranks] == [0, 0], told
-    assert [out.splitlines() for out, _ in told] == [["7", "[0, 7]"], ["7"]]
+    assert [out.splitlines() for out, _ in told] == [["7", "[0, 7]", "True"], ["7", "True"]]

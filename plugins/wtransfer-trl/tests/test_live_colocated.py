@@ -5,7 +5,9 @@ import re
 from contextlib import closing
 
 import pytest
+import torch
 from engines import PROMPTS, Engine
+from safetensors.torch import load_file
 from training import Training, check_that_rewards_rise, versions_of
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
@@ -26,8 +28,8 @@ KEPT = r"update trl-\w+-2 failed, the engine keeps its policy, 1 update\(s\) beh
 def train(script, models, tmp_path):
     """Maker of a training, with something beside it."""
 
-    def begin(num_steps, script=script, **beside):
-        arguments = [str(models / "A"), "colocate", str(num_steps)]
+    def begin(num_steps, script=script, model=models / "A", **beside):
+        arguments = [str(model), "colocate", str(num_steps)]
         env = {"WTRANSFER_VLLM_CAST": "1"}
         return Training(tmp_path, script, arguments, env, {"colocated": True} | beside)
 
@@ -98,6 +100,20 @@ def test_adapters_are_unmerged_after_each_update_and_after_a_spoilt_one(train, t
     assert re.findall("^unmerged (.*)$", told, re.MULTILINE) == ["True"] * 3
     assert versions_of(told) == [(1, 1, 0), (2, 1, 1), (3, 3, 0)]
     assert answers(tmp_path, 3) == fresh_answers(tmp_path, 3)
+
+
+@pytest.mark.nightly
+def test_experts_are_generated_from_in_the_form_of_their_checkpoint(
+    train, saving, experts, tmp_path
+):
+    with train(3, saving, experts) as training:
+        told, _ = training.end()
+    assert versions_of(told) == [(1, 1, 0), (2, 2, 0), (3, 3, 0)]
+    assert answers(tmp_path, 3) == fresh_answers(tmp_path, 3) != answers(tmp_path, 1)
+    sent = load_file(tmp_path / "policy-4" / "model.safetensors")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert sent.keys() == saved.keys()
+    assert all(torch.equal(each, saved[name].bfloat16()) for name, each in sent.items())
 
 
 def steps_of(told):

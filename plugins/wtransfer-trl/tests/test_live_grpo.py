@@ -1,8 +1,11 @@
 """The script of the guide against the server of the guide, word for word, with faults beside it."""
 
 import re
+from contextlib import closing
 
 import pytest
+from engines import PROMPTS, Engine
+from server import ServerOfWords
 from training import Training, check_that_rewards_rise, rows_of, versions_of
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
@@ -108,3 +111,27 @@ def test_adapters_are_unmerged_after_each_update_and_after_a_spoilt_one(train):
     assert re.search(r"update trl-\w+-2 failed", logged)
     assert re.findall("^unmerged (.*)$", told, re.MULTILINE) == ["True"] * 3
     assert versions_of(told) == [(1, 1, 0), (2, 1, 1), (3, 3, 0)]
+
+
+@pytest.fixture
+def experts_server(server_words, models, experts, token, tmp_path):
+    """The server of the guide, of a model of experts."""
+    words = server_words.replace(f"{models / 'A'} ", f"{experts} ")
+    with closing(ServerOfWords(tmp_path, words, token)) as server:
+        yield server
+
+
+@pytest.mark.nightly
+def test_server_computes_with_the_experts_that_were_trained(
+    saving, experts_server, experts, token, tmp_path
+):
+    before = experts_server.tokens(PROMPTS)
+    arguments = [str(experts), experts_server.url, "12"]
+    with Training(tmp_path, saving, arguments, token, {}) as training:
+        told, _ = training.end()
+    assert versions_of(told) == [(step, step, 0) for step in range(1, 13)]
+    assert number_of(experts_server.label()) == 13
+    served = experts_server.tokens(PROMPTS)
+    options = {"dtype": "bfloat16", "max_model_len": 512, "kv_cache_memory_bytes": 64 << 20}
+    with closing(Engine(tmp_path, model=str(tmp_path / "saved"), **options)) as fresh:
+        assert fresh.tokens(PROMPTS) == served != before

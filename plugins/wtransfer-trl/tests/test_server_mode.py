@@ -17,6 +17,10 @@ import torch
 import transformers
 import trl
 import wtransfer
+from safetensors.torch import load_file
+from stand_ins import of_experts
+from trl.experimental.async_distillation import AsyncDistillationTrainer
+from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.online_dpo import OnlineDPOTrainer
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
@@ -560,3 +564,84 @@ def test_asynchronous_trainer_goes_on_with_keep(caplog):
             assert same(served, tensors(3.0))
         finally:
             transfer.destroy()
+
+
+def saved(model, folder):
+    """Return what transformers writes of a model."""
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("update_of", [generation_of, colocated_generation_of, online_dpo_of])
+def test_experts_are_published_as_their_checkpoint_has_them(update_of, tmp_path):
+    model = of_experts()
+    served = {name: torch.zeros_like(each) for name, each in saved(model, tmp_path).items()}
+    with serving(served) as server, connected(server) as client:
+        update = update_of(model, client)
+        for number in (1, 2):
+            update()
+            assert same(served, saved(model, tmp_path))
+            assert logged()["version"] == number
+            with torch.no_grad():
+                for each in model.parameters():
+                    each.add_(1)
+
+
+@pytest.mark.parametrize("update_of", [generation_of, colocated_generation_of, online_dpo_of])
+def test_adapters_of_experts_are_published_merged(update_of, tmp_path):
+    adapters = peft.LoraConfig(
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        init_lora_weights=False,
+    )
+    model = peft.get_peft_model(of_experts(), adapters)
+    base = saved(of_experts(), tmp_path)
+    wanted = saved(copy.deepcopy(model).merge_and_unload(), tmp_path)
+    served = {name: torch.zeros_like(each) for name, each in base.items()}
+    with serving(served) as server, connected(server) as client:
+        update_of(model, client)()
+    assert served.keys() == wanted.keys()
+    assert all(torch.allclose(served[name], wanted[name], atol=1e-5) for name in served)
+    changed = {name.split(".")[-2] for name in base if not torch.equal(base[name], served[name])}
+    assert changed == {"q_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_experts_are_sent_by_views_one_layer_at_a_time():
+    model = of_experts()
+    wtransfer_trl.install()
+    generation = VLLMGeneration.__new__(VLLMGeneration)
+    generation.model, generation._weight_metadata = model, None
+    generation._dist = SimpleNamespace(
+        is_fsdp=False, gather_params=lambda _: contextlib.nullcontext()
+    )
+    announced = [(name, each.dtype, each.shape) for name, each in generation._iter_named_params()]
+    generation._weight_metadata = announced
+    sent = list(generation._iter_named_params())
+    assert [(name, each.dtype, each.shape) for name, each in sent] == announced
+    own = [each.untyped_storage().data_ptr() for each in model.parameters()]
+    found = [each.untyped_storage().data_ptr() for _, each in sent]
+    assert list(dict.fromkeys(found)) == own
+
+
+@pytest.mark.parametrize("trainer", [AsyncGRPOTrainer, AsyncDistillationTrainer])
+def test_asynchronous_trainer_publishes_experts_as_their_checkpoint_has_them(trainer, tmp_path):
+    model = of_experts()
+    served = {name: torch.zeros_like(each) for name, each in saved(model, tmp_path).items()}
+    training = trainer.__new__(trainer)
+    training.model = model
+    training.accelerator = SimpleNamespace(
+        device=torch.device("cpu"), unwrap_model=lambda each: each
+    )
+    with serving(served) as server:
+        transfer = wtransfer_trl.WeightTransfer(url_of(server))
+        transfer.init_weight_transfer()
+        # The other ranks of a trainer have none, and read the pass as it is.
+        assert [name for name, _ in training._streaming_iter()] == list(model.state_dict())
+        training.weight_transfer = transfer
+        with closing(transfer._sync):
+            for _ in range(2):
+                transfer.send_weights(training._streaming_iter())
+                assert same(served, saved(model, tmp_path))
+                with torch.no_grad():
+                    for each in model.parameters():
+                        each.add_(1)

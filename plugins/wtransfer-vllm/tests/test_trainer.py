@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 import wtransfer
+from safetensors.torch import load_file
 from vllm.distributed.weight_transfer.base import ModuleSource, ParamMeta
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-from wtransfer.errors import SchemaError
+from wtransfer.errors import SchemaError, SourceError
 from wtransfer.testing.fleet import committing
 from wtransfer.weight_sync.http.client import HttpClient
 
@@ -106,6 +108,82 @@ def test_refused_round_raises_and_the_next_one_commits(pair):
         source.shape = (4,)
         engine.send_weights("v2")
         assert same(pair)
+
+
+def of_experts(seed):
+    """A model that transformers holds with the experts of a layer in one tensor."""
+    torch.manual_seed(seed)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        moe_intermediate_size=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def saved(model, folder):
+    """Return what transformers writes of a model."""
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def test_experts_are_published_as_their_checkpoint_has_them(tmp_path):
+    model = of_experts(1)
+    served = {name: torch.zeros_like(each) for name, each in saved(model, tmp_path).items()}
+    with serving(served) as server, training(model, server) as engine:
+        for _ in range(2):
+            engine.send_weights()
+            wanted = saved(model, tmp_path)
+            assert served.keys() == wanted.keys()
+            assert all(torch.equal(served[name], wanted[name]) for name in wanted)
+            with torch.no_grad():
+                for each in model.parameters():
+                    each.add_(1)
+
+
+def test_source_of_ones_own_yields_the_form_that_travels(tmp_path):
+    class Source(ModuleSource):
+        """Splits by itself."""
+
+        def metadata(self):
+            return [ParamMeta(name, each.dtype, tuple(each.shape)) for name, each in self]
+
+        def __iter__(self):
+            return iter(saved(model, tmp_path).items())
+
+    model = of_experts(1)
+    served = {name: torch.zeros_like(each) for name, each in saved(model, tmp_path).items()}
+    with serving(served) as server, training(model, server, source=Source(model)) as engine:
+        engine.send_weights()
+        assert all(torch.equal(served[name], each) for name, each in saved(model, tmp_path).items())
+
+
+def test_form_that_cannot_be_had_is_raised_when_the_source_was_read(monkeypatch):
+    def changed(*_):
+        raise TypeError("revert_weight_conversion() takes no state dict")
+
+    one_pass, read = ModuleSource.__iter__, []
+
+    def noted(source):
+        for name, tensor in one_pass(source):
+            read.append(name)
+            yield name, tensor
+
+    model = of_experts(1)
+    names = [name for name, _ in model.named_parameters()]
+    monkeypatch.setattr(transformers.modeling_utils, "revert_weight_conversion", changed)
+    monkeypatch.setattr(ModuleSource, "__iter__", noted)
+    refused = pytest.raises(SourceError, match=r"Qwen3MoeForCausalLM: .*takes no state dict")
+    with serving(model.state_dict()) as server, training(model, server) as engine, refused:
+        engine.send_weights()
+    assert read == names
 
 
 def test_source_of_a_later_release_has_a_method_for_its_pass(pair):

@@ -63,7 +63,7 @@ def test_names_that_do_not_meet_are_shown_side_by_side_with_what_would_map_them(
     assert str(caught.value).endswith(
         "\nthe update has 'experts.0', 'experts.1', 'experts.2' and 2 more; the target wants "
         "'embed', 'norm', 'step': the publisher can map its names and tensors to those of the "
-        "target, Publisher(form=...)"
+        "target, Publisher(form=...); a source or a stream has to yield those"
     )
 
 

@@ -110,7 +110,7 @@ def check_fit(
             hints.append(
                 f"the update has {_first(strange)}; the target wants {_first(missing)}: the "
                 "publisher can map its names and tensors to those of the target, "
-                "Publisher(form=...)"
+                "Publisher(form=...); a source or a stream has to yield those"
             )
         raise _schema_error(wrong, hints)
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(sorted(casts))) if casts else ""

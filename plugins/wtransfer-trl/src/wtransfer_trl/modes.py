@@ -48,8 +48,9 @@ def install(
             f"wtransfer-trl replaces methods of TRL {TRL_RANGE}, and this is TRL "
             f'{trl.__version__}: pip install "trl{TRL_RANGE}"'
         )
-    from wtransfer_trl import colocated, server_mode
+    from wtransfer_trl import colocated, policy_form, server_mode
 
+    policy_form.replace()
     for mode in (server_mode, colocated):
         mode.replace(
             engine=engine,

@@ -20,6 +20,7 @@ from wtransfer.errors import (
     PeerLostError,
     WTransferError,
 )
+from wtransfer.weight_sync.checkpoint_form import StreamForm
 from wtransfer.weight_sync.http.client import HttpClient
 
 if TYPE_CHECKING:
@@ -55,6 +56,11 @@ def check_on_error(value: str) -> None:
 def last_numbers() -> dict[str, float]:
     """Return the numbers of this process's updates, by the names that they have in a log."""
     return dict(_numbers)
+
+
+def metadata_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[ParamMeta]:
+    """Return names, dtypes and shapes of tensors, none of which is kept."""
+    return [ParamMeta(name, each.dtype, tuple(each.shape)) for name, each in tensors]
 
 
 class PolicySync:
@@ -97,6 +103,8 @@ class PolicySync:
         """Weights of the spans of a generation's answers; empty: of an answer without spans."""
         self._collected: list[tuple[str, torch.Tensor]] | None = None
         self._copy_error: RuntimeError | None = None
+        self.form = StreamForm(None)
+        """The form in which a block's tensors are published."""
         self._stream = StreamSource(deadline_s)
         # The trainer has bars of its own, and the engine is there as long as the trainer is.
         defaults = {"progress": False, "return_s": RETURN_S if isinstance(host, str) else None}
@@ -108,7 +116,7 @@ class PolicySync:
 
         Raises:
             RuntimeError: A tensor could not be copied.
-            WTransferError: As `update`.
+            WTransferError: As `update`, or as `StreamForm.announce`.
         """
         if self._collected is not None:
             raise RuntimeError("a weight update is under way; leave its block first")
@@ -122,10 +130,10 @@ class PolicySync:
         if error is not None:
             raise error
         metadata = [
-            (name, str(tensor.dtype).removeprefix("torch."), tensor.shape)
-            for name, tensor in collected
+            (meta.name, str(meta.dtype).removeprefix("torch."), meta.shape)
+            for meta in self.form.announce(metadata_of(collected))
         ]
-        self.update(metadata, collected)
+        self.update(metadata, self.form.of(collected))
 
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> bool:
         """Keep copies for the block's update; False outside of a block."""

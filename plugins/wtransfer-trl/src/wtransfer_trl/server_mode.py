@@ -14,6 +14,7 @@ from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from wtransfer.errors import WTransferError
 
+from wtransfer_trl.policy_form import form_of
 from wtransfer_trl.policy_sync import PolicySync
 
 with warnings.catch_warnings():
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 _post = inspect.unwrap(VLLMClient._post)  # noqa: SLF001  # TRL's, of the one series that is allowed
 _generate = inspect.unwrap(VLLMGeneration.generate)
 _generate_vllm_server = inspect.unwrap(OnlineDPOTrainer._generate_vllm_server)  # noqa: SLF001
+_move_model_to_vllm = inspect.unwrap(OnlineDPOTrainer._move_model_to_vllm)  # noqa: SLF001
 
 
 def replace(**arguments: Any) -> None:
@@ -46,6 +48,7 @@ def replace(**arguments: Any) -> None:
         setattr(VLLMClient, name, method)
     VLLMGeneration.generate = _checked_generate
     OnlineDPOTrainer._generate_vllm_server = _checked_generate_vllm_server  # noqa: SLF001
+    OnlineDPOTrainer._move_model_to_vllm = _move_formed_model_to_vllm  # noqa: SLF001
 
 
 @functools.wraps(_generate)
@@ -60,6 +63,14 @@ def _checked_generate(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _checked_generate_vllm_server(self: Any, *args: Any, **kwargs: Any) -> Any:
     generate = functools.partial(_generate_vllm_server, self, *args, **kwargs)
     return _from_published(self, generate, self._move_model_to_vllm)
+
+
+@functools.wraps(_move_model_to_vllm)
+def _move_formed_model_to_vllm(self: Any) -> None:
+    if self.vllm_mode == "server" and self.accelerator.is_main_process:
+        # Here the model is known, and where its tensors are sent it is not.
+        _sync_of(self.vllm_client).form = form_of(self.model)
+    _move_model_to_vllm(self)
 
 
 def _from_published(trainer: Any, generate: Callable[[], Any], sync: Callable[[], None]) -> Any:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     import torch
+    from wtransfer.weight_sync.checkpoint_form import StreamForm
 
     from wtransfer_trl.policy_sync import OnError
 
@@ -55,13 +56,18 @@ class WeightTransfer:
             **publisher,
         }
         self._sync: PolicySync | None = None
+        self.form: StreamForm | None = None
+        """The form of the trainer's policy; None: it has not sent any yet."""
 
     def init_weight_transfer(self) -> None:
-        """Let the server join.
+        """Let the server join; have the trainer send its policy in the form of a checkpoint.
 
         Raises:
             WTransferError: It did not.
         """
+        from wtransfer_trl.policy_form import replace_passes
+
+        replace_passes(WeightTransfer)
         self._sync = PolicySync(self._url, **self._arguments)
 
     def pause(self) -> None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from wtransfer import ParamMeta, Publisher, StreamSource
+from wtransfer.weight_sync.checkpoint_form import StreamForm
 
 from wtransfer_vllm.names import our_name, vllm_names
 from wtransfer_vllm.plugin import register_engines
@@ -68,7 +69,8 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
 
     Args:
         client: vLLM's ``VLLMWeightSyncClient``, or one of `wtransfer_vllm.clients`.
-        source: vLLM's ``WeightSource``.
+        source: vLLM's ``WeightSource``. Of its ``ModuleSource`` a model of transformers travels in
+            the form of its checkpoint; any other source yields what travels.
         info: Rank and options.
     """
 
@@ -84,6 +86,9 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
         self.publisher: Publisher | None = None
         """The publisher, on the sender."""
         self._num_rounds = 0
+        # A class derived from it may yield a form of its own.
+        model = getattr(source, "_module", None) if type(source) is base.ModuleSource else None
+        self._form = StreamForm(model)
         self._stream = StreamSource(info.publisher.get("deadline_s", DEADLINE_S))
         if self.is_sender:
             self.publisher = Publisher(
@@ -129,7 +134,8 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
         self._num_rounds += 1
         self.report = None
         try:
-            metadata = [ParamMeta(m.name, m.dtype, tuple(m.shape)) for m in self.source.metadata()]
+            whole = [ParamMeta(m.name, m.dtype, tuple(m.shape)) for m in self.source.metadata()]
+            metadata = self._form.announce(whole)
         except BaseException:
             # The other ranks may have come to their gathers.
             for _ in _pass_over(self.source):
@@ -139,7 +145,7 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
             for _ in _pass_over(self.source):
                 pass
             return None
-        with self._stream.round(metadata, _pass_over(self.source)):
+        with self._stream.round(metadata, self._form.of(_pass_over(self.source))):
             label = weight_version or f"round-{self._num_rounds}"
             self.report = self.publisher.publish(label)
         return self.report.raise_unless_ok()
