@@ -44,7 +44,7 @@ RUNS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("verb", RUNS)
 def test_every_row_is_measured(verb):
     arguments, rows = RUNS[verb]

@@ -222,7 +222,10 @@ def descendants_of(pid):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("argument", "sent"),
-    [("--model-size=tiny", signal.SIGKILL), ("--kv", signal.SIGINT)],
+    [
+        ("--model-size=tiny", signal.SIGKILL),
+        pytest.param("--kv", signal.SIGINT, marks=pytest.mark.nightly),
+    ],
 )
 def test_no_process_is_left_when_the_demo_is_ended(argument, sent):
     code = f"from wtransfer.demo.command import demo; demo([{argument!r}])"

@@ -280,7 +280,7 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.slow  # two engines through their whole kit
+@pytest.mark.nightly  # two engines through their whole kit
 def test_kit_runs_from_python_on_a_class_of_the_main_module(tmp_path):
     # Settings and conftest files of the folder are not the kit's.
     (tmp_path / "conftest.py").write_text("1 / 0")

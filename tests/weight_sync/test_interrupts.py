@@ -436,7 +436,7 @@ def storm(subject, signals, num_strikes):
 
 
 @subjects
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_storm_of_signals_leaves_every_object_usable(subject, signals):
     storm(subject, signals, 200)
