@@ -39,6 +39,13 @@ SIZES = {
 }
 MOE = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 WINDOWED = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+GEMMA_4 = WINDOWED | {
+    "tie_word_embeddings": True,
+    "sliding_window": 128,
+    "per_layer_config": {"1": {"head_dim": 64}},
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": 320,
+}
 DEEPSEEK = {
     "n_routed_experts": 64,
     "num_experts_per_tok": 8,
@@ -128,6 +135,8 @@ CASES = {
         "Gemma3ForCausalLM",
         WINDOWED | {"tie_word_embeddings": True, "sliding_window": 128},
     ),
+    "Gemma 4": ("gemma4_text", "Gemma4ForCausalLM", GEMMA_4),
+    "Gemma 4, `--disable-hybrid-kv-cache-manager`": ("gemma4_text", "Gemma4ForCausalLM", GEMMA_4),
     "Mistral": ("mistral", "MistralForCausalLM", {"sliding_window": 128}),
     "Qwen3-Next": (
         "qwen3_next",
@@ -174,6 +183,7 @@ CASES = {
 """Name in the table -> type of model, architecture, settings."""
 BY_VLLM = {"quantization": "int8_per_channel_weight_only"}
 ARGUMENTS = {
+    "Gemma 4, `--disable-hybrid-kv-cache-manager`": {"disable_hybrid_kv_cache_manager": True},
     "Llama, int8 by vLLM": BY_VLLM,
     "Qwen3-MoE, int8 by vLLM": BY_VLLM,
 }

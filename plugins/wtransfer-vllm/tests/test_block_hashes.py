@@ -173,6 +173,15 @@ def test_weights_that_no_other_process_can_name_share_nothing(unknown, monkeypat
     assert (core.store(late), core.store(early)) == ([b"key"], [])
 
 
+def test_request_with_an_adapter_stores_nothing():
+    from vllm.lora.request import LoRARequest
+
+    core = Core(A)
+    request = core.request(lora_request=LoRARequest("policy", 1, "/adapter"))
+    core.look_up(request)
+    assert core.store(request) == []
+
+
 def test_request_that_is_preempted_is_loaded_a_step_later():
     core = Core(A)
     request = core.request()

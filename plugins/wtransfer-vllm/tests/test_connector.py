@@ -388,8 +388,18 @@ def test_cache_that_a_connector_cannot_move_is_refused_by_its_groups(adapter):
     with pytest.raises(ConnectorOptionError, match=r"1 groups \(SlidingWindowSpec of 2 layers\)"):
         adapter("WORKER", cache_config(window()))
     blocks_of_32 = FullAttentionSpec(block_size=32, **PAGE)
-    with pytest.raises(ConnectorOptionError, match="have 32 tokens and vLLM schedules 16"):
+    with pytest.raises(ConnectorOptionError, match=r"of 16 and 32 tokens, .*parallelism"):
         adapter("WORKER", cache_config(blocks_of_32))
+
+
+def test_groups_with_blocks_of_several_sizes_are_refused_with_the_option_that_helps(
+    adapter, monkeypatch
+):
+    monkeypatch.setattr(Scripted, "supports_hma", True)
+    wide = FullAttentionSpec(block_size=32, **PAGE)
+    text = r"of 16 and 32 tokens, .* \(Gemma 4\): start vLLM with --disable-hybrid-kv-cache-manager"
+    with pytest.raises(ConnectorOptionError, match=text):
+        adapter("SCHEDULER", cache_config(wide, window()))
 
 
 UNKNOWN = ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=64, **PAGE)

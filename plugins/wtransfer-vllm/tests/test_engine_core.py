@@ -96,7 +96,7 @@ class Core:
             weight_transfer_config=bag(backend=backend),
             model_config=bag(is_multimodal_model=True),
         )
-        self.scheduler = bag(kv_cache_manager=bag(enable_caching=True))
+        self.scheduler = bag(kv_cache_manager=bag(enable_caching=True), schedule=lambda: None)
         self.resets = []
         self.label = "default"
         self.batch_queue = None

@@ -111,7 +111,8 @@ def test_engine_without_publisher_stays_empty(engine, fresh):
 
 @pytest.mark.nightly
 def test_adapter_that_lost_its_memory_is_loaded_again_after_the_commit(models, weights, tmp_path):
-    adapter = str(tiny_models.make_adapter(tmp_path / "adapter", 1))
+    folder = tiny_models.make_adapter(tmp_path / "adapter", 1)
+    adapter = {"lora_name": "adapter", "lora_int_id": 1, "lora_path": str(folder)}
     options = {
         "enable_lora": True,
         "max_lora_rank": 8,

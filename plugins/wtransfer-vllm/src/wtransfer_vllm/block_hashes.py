@@ -12,8 +12,9 @@ worker.
 |   reads sockets, maybe before a commit |                                                         |
 | it is looked up, with no computed      | hashes of another name are made anew, in the list that  |
 |   token: new, preempted, begun anew    | others hold; it begins under the present weights        |
-| blocks of it are to be stored          | none is, unless it began under the present weights, and |
-|                                        | other processes can know their name                     |
+| blocks of it are to be stored          | none is, unless it began under the present weights,     |
+|                                        | other processes can know their name, and it has no LoRA |
+|                                        | adapter                                                 |
 | a commit                               | another name; every request is looked up again; stores  |
 |                                        | under way keep their keys, and end before a block of    |
 |                                        | theirs is written again                                 |
@@ -172,8 +173,7 @@ class BlockHashes:
             request._block_hasher = self._hash_blocks  # noqa: SLF001
             request.block_hashes.clear()
             request.update_block_hashes()
-            for part in self.parts:
-                _begin_anew(part.connector_scheduler._req_status[request.request_id])  # noqa: SLF001
+            begin_anew(self._scheduler, request)
         setattr(request, BEGAN, present)
 
     def _guard(self, side: Any) -> None:
@@ -189,8 +189,11 @@ class BlockHashes:
 
         def prepare_store(keys: Collection[bytes], req_context: Any) -> Any:
             present = self._present
-            began = vars(side._req_status[req_context.req_id].req).get(BEGAN)  # noqa: SLF001
-            return prepare(keys if began is present and present.is_shared else [], req_context)
+            request = side._req_status[req_context.req_id].req  # noqa: SLF001
+            is_named = vars(request).get(BEGAN) is present and present.is_shared
+            # Other processes may have loaded something else under an adapter's name.
+            is_named = is_named and request.lora_request is None
+            return prepare(keys if is_named else [], req_context)
 
         def find_later(request: Any, *args: Any, **kwargs: Any) -> Any:
             # In the step that tells it of a preemption vLLM's connector takes all jobs of the
@@ -213,6 +216,16 @@ class BlockHashes:
 def _has_lower_tiers(connector: Any) -> bool:
     manager = getattr(getattr(connector, "connector_scheduler", None), "manager", None)
     return bool(getattr(manager, "secondary_tiers", ()))
+
+
+def begin_anew(scheduler: Any, request: Any) -> None:
+    """Have vLLM's connectors take the hashes of a request that has got others."""
+    connector = getattr(scheduler, "connector", None)
+    for part in getattr(connector, "sub_connectors", None) or [connector]:
+        side = getattr(part, "connector_scheduler", None)
+        status = getattr(side, "_req_status", {}).get(request.request_id)
+        if status is not None:
+            _begin_anew(status)
 
 
 def _begin_anew(status: Any) -> None:

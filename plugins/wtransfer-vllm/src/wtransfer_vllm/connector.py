@@ -60,7 +60,8 @@ WINDOW = "SlidingWindowSpec"
 STATES = "MambaSpec"
 """Kind of KV cache in which a request keeps the states after some of its blocks."""
 UNIFIED = (
-    "; or start vLLM with --disable-hybrid-kv-cache-manager, which makes one group of those it can"
+    "start vLLM with --disable-hybrid-kv-cache-manager, which makes one group of full attention "
+    "and windows, and keeps whole prefixes for both"
 )
 """Way out for a model of several groups, at the cost of the memory that windows would save."""
 CAN_RESTART = hasattr(KVConnectorBase_V1, "get_transfer_results")
@@ -554,11 +555,14 @@ def cache_shape(vllm_config: Any, kv_cache_config: Any, *, supports_hma: bool) -
         )
     if len(groups) < len(found) or (not supports_hma and groups != KVCacheConfig().groups):
         raise _refused(found, supports_hma=supports_hma)
-    for size in {each.kv_cache_spec.block_size for each in found} - {block_size}:
+    sizes = sorted({each.kv_cache_spec.block_size for each in found} | {block_size})
+    if len(sizes) > 1:
+        words = "connectors of wtransfer need blocks of one size, and this vLLM has blocks of "
+        words += f"{' and '.join(map(str, sizes))} tokens"
         raise ConnectorOptionError(
-            f"blocks of this model's KV cache have {size} tokens and vLLM schedules {block_size} "
-            "(context parallelism, or groups of other sizes?); wtransfer's connectors need them "
-            f"equal{UNIFIED if len(found) > 1 else ''}"
+            f"{words}, as layers with heads of several widths have (Gemma 4): {UNIFIED}"
+            if len(found) > 1
+            else f"{words}, as under context parallelism: start it without"
         )
     num_blocks = kv_cache_config.num_blocks
     # Each tensor states the size of the memory in which all of them lie.
@@ -610,5 +614,5 @@ def _refused(groups: Sequence[Any], *, supports_hma: bool) -> ConnectorOptionErr
         )
     return ConnectorOptionError(
         f"this model's KV cache has {len(groups)} groups ({described}); this connector moves "
-        f"{moved}{UNIFIED if supports_hma and len(groups) > 1 else ''}"
+        f"{moved}{f'; or {UNIFIED}' if supports_hma and len(groups) > 1 else ''}"
     )

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from wtransfer.weight_sync.messages import DRAINED
 from wtransfer.weight_version import EMPTY_LABEL
 
+from wtransfer_vllm.adapters import Adapters
 from wtransfer_vllm.block_hashes import BlockHashes, names_blocks
 from wtransfer_vllm.caches import forget_kv, tell_connector
 from wtransfer_vllm.in_flight import TAG, is_mixed, keeps_in_flight
@@ -51,7 +52,7 @@ WRITING = REPLACING | {START, DRAFT, UPDATE, FINISH}
 ON_EMPTY_VARIABLE = "WTRANSFER_VLLM_ON_EMPTY"
 """Environment variable of vLLM's processes: treatment of an engine whose model belongs to no
 version after a failed commit. ``serve``, the default: its label is ``empty``. ``end``: it ends."""
-LED = ("add_request", "sleep", "wake_up", "set_weight_version", TAG)
+LED = ("add_request", "add_lora", "sleep", "wake_up", "set_weight_version", TAG)
 """The engine core's methods that concern the weights, or begin to use them, beside its calls to the
 workers; all on its own thread."""
 
@@ -70,7 +71,7 @@ def watch(engine_core: type[Any], commits_in: str = FINISH) -> None:
 
     def watch_of(core: Any) -> Watch | None:
         found: Watch | None = vars(core).get("_wtransfer_watch")
-        if found is None and (_has_our_engine(core) or has_our_connector(core)):
+        if found is None and concerns(core):
             found = Watch(core, functools.partial(call_workers, core), commits_in)
             core._wtransfer_watch = found  # noqa: SLF001  # the mark
         if found is not None:
@@ -112,6 +113,11 @@ def _ends_when_empty() -> bool:
     if choice not in ("serve", "end"):
         raise ValueError(f"{ON_EMPTY_VARIABLE} is {choice!r}, expected 'serve' or 'end'")
     return choice == "end"
+
+
+def concerns(core: Any) -> bool:
+    """Return whether the weight engine or KV connector of a core, or of its client, is ours."""
+    return _has_our_engine(core) or has_our_connector(core)
 
 
 def _has_our_engine(core: Any) -> bool:
@@ -195,12 +201,14 @@ class Watch:
         self._has_looked_for_tiers = False
         self._block_hashes: BlockHashes | None = None
         """None unless the configuration has lower tiers of vLLM's own."""
+        self._adapters: Adapters | None = None
+        """None unless the configuration has LoRA adapters."""
         # As it was at the start: a client of vLLM's other routes can have a worker change it.
         self._environ = dict(os.environ)
         self._instance = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
 
     def name_blocks(self) -> None:
-        """Name the blocks of vLLM's own lower tiers, if there are any; idempotent.
+        """Name adapters, and the blocks of vLLM's own lower tiers; idempotent.
 
         To be called before the first request is scheduled. vLLM may load its plug-ins while it
         makes the engine core, so not where that ends.
@@ -208,6 +216,8 @@ class Watch:
         if self._has_looked_for_tiers or getattr(self._core, "scheduler", None) is None:
             return
         self._has_looked_for_tiers = True
+        if getattr(self._core.vllm_config, "lora_config", None) is not None:
+            self._adapters = Adapters(self._core)
         if self._has_our_engine and names_blocks(self._core.vllm_config):
             try:
                 self._block_hashes = BlockHashes(self._core, self._call)
@@ -456,7 +466,15 @@ class Watch:
 
     def add_request(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return the result of `call`: blocks are named before."""
+        if self._adapters is not None:
+            self._adapters.admit(args[0] if args else kwargs["request"])
         return call(*args, **kwargs)
+
+    def add_lora(self, call: Callable[..., Any], lora_request: Any) -> Any:
+        """Return the result of `call`: what it loads is named before."""
+        if self._adapters is not None:
+            self._adapters.name(lora_request)
+        return call(lora_request)
 
     def set_weight_version(self, call: Callable[..., Any], weight_version: str) -> Any:
         """Name the weights by the version that the ranks hold; before a commit, as the caller does.

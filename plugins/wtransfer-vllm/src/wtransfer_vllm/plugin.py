@@ -37,6 +37,7 @@ ENGINE_CORE = "vllm.v1.engine.core"
 OUTPUT_PROCESSOR = "vllm.v1.engine.output_processor"
 CONNECTOR_FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 SPEC_FACTORY = "vllm.v1.kv_offload.factory"
+MODELS = "vllm.entrypoints.openai.models.serving"
 MULTI_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 
 
@@ -77,7 +78,8 @@ def register_engines() -> list[str]:
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from wtransfer_vllm.engine_core import FINISH, UPDATE, watch
+    from wtransfer_vllm.adapters import load_once
+    from wtransfer_vllm.engine_core import FINISH, UPDATE, concerns, watch
     from wtransfer_vllm.spans import follow_requests
 
     adapter = _adapter_of(WeightTransferEngine)
@@ -85,6 +87,7 @@ def register_engines() -> list[str]:
     on_import(OUTPUT_PROCESSOR, lambda module: follow_requests(module.RequestState))
     # Also where no engine is registered: a connector needs the watch with any source of weights.
     on_import(ENGINE_CORE, lambda module: watch(module.EngineCore, commits_in))
+    on_import(MODELS, lambda module: load_once(module.OpenAIServingModels, concerns))
     if adapter is None:
         logger.warning(
             "this vLLM's weight transfer has a shape that wtransfer-vllm does not know, so its "

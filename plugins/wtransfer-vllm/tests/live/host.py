@@ -76,9 +76,9 @@ class Host:
         self.spans = {}
 
     def generate(self, prompts, max_tokens=16, adapter=None):
-        """Return the tokens of each; with `adapter`, the folder of one, through that."""
+        """Return the tokens of each; with `adapter`, fields of a ``LoRARequest``, through that."""
         greedy = SamplingParams(temperature=0, max_tokens=max_tokens)
-        lora = adapter and LoRARequest("adapter", 1, adapter)
+        lora = adapter and LoRARequest(**adapter)
         done = self.llm.generate(prompts, greedy, use_tqdm=False, lora_request=lora)
         return [list(each.outputs[0].token_ids) for each in done]
 
@@ -116,11 +116,12 @@ class Host:
         kinds = [type(group.kv_cache_spec).__name__ for group in config.kv_cache_groups]
         return [config.num_blocks, config.kv_cache_tensors[0].size, kinds]
 
-    def begin(self, name, prompt, max_tokens, transfer=None):
-        """Begin a request that goes on by `step` only."""
+    def begin(self, name, prompt, max_tokens, transfer=None, adapter=None):
+        """Begin a request that goes on by `step` only; `adapter` is as that of `generate`."""
         greedy = _greedy(max_tokens, transfer)
         greedy.ignore_eos = True
-        self.llm.llm_engine.add_request(name, prompt, greedy)
+        lora = adapter and LoRARequest(**adapter)
+        self.llm.llm_engine.add_request(name, prompt, greedy, lora_request=lora)
         self.running[name] = []
 
     def step(self, count):
