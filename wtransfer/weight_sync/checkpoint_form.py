@@ -44,6 +44,8 @@ KEEPS = (
     "before: publish a mapping of such tensors, without form="
 )
 """What a form may do, and advice for what it may not."""
+QUANTISING = "transformers.integrations."
+"""Where transformers has its conversions of quantised weights."""
 _COMPILED = re.compile(r"\b_orig_mod\.")
 """Part of names that compiled modules within a model add."""
 
@@ -172,14 +174,14 @@ class StreamForm:
         ]
 
     def _found(self, whole: Mapping[str, ParamMeta]) -> dict[str, list[tuple[str, Part]]]:
-        tensors = {name: _untouched(meta) for name, meta in whole.items()}
         try:
+            tensors = {name: _untouched(meta) for name, meta in whole.items()}
             formed = in_form(tensors, lambda each: _reverted(self._model, each)).tensors
             parts = _parts_of(tensors, formed)
             if others := [name for name in formed if name not in parts]:
                 raise SourceError(
-                    f"{others[0]!r} is no view of one tensor, and they pass one after the other; "
-                    "wtransfer.Publisher(model) reads them together",
+                    f"{others[0]!r} is no view of one tensor, and here they pass one after the "
+                    "other; only a wtransfer.Publisher of the whole model can send it",
                     piece=others[0],
                 )
         except SourceError as error:
@@ -281,9 +283,18 @@ def _layout_of(tensors: Mapping[str, torch.Tensor]) -> object:
 
 
 def _untouched(meta: ParamMeta) -> torch.Tensor:
-    """Return a tensor that has addresses, and no memory before it is touched."""
+    """Return a tensor that has addresses, and no memory before it is touched.
+
+    Raises:
+        SourceError: This host has no addresses for it.
+    """
     # `torch.empty` fills it where a trainer has asked torch for deterministic algorithms.
-    storage = torch.UntypedStorage(meta.nbytes, device="cpu")  # type: ignore[no-untyped-call]
+    try:
+        storage = torch.UntypedStorage(meta.nbytes, device="cpu")  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise SourceError(
+            f"the form of {meta.name!r} cannot be had: {error}", piece=meta.name
+        ) from error
     empty = torch.empty(0, dtype=meta.dtype, device="cpu")
     return empty.set_(storage).view(meta.shape)
 
@@ -308,7 +319,11 @@ def _parts_of(
 
 
 def _has_form(model: object) -> bool:
-    """Return whether transformers may hold a model in another form than its checkpoint's."""
+    """Return whether transformers may hold a model in another form than its checkpoint's.
+
+    A model that was dequantised as it was loaded is its own form: what transformers would write is
+    quantised again.
+    """
     modeling = sys.modules.get("transformers.modeling_utils")
     # Releases before 5 hold models in the form of their checkpoints.
     return (
@@ -316,6 +331,16 @@ def _has_form(model: object) -> bool:
         and hasattr(modeling, "revert_weight_conversion")
         and isinstance(model, modeling.PreTrainedModel)
         and getattr(model, "hf_quantizer", None) is None
+        and not any(map(_quantises, getattr(model, "_weight_conversions", None) or ()))
+    )
+
+
+def _quantises(conversion: Any) -> bool:
+    """Return whether the way back of one of transformers' conversions quantises."""
+    return any(
+        type(each).__module__.startswith(QUANTISING)
+        and type(each.reverse_op).__module__.startswith(QUANTISING)
+        for each in getattr(conversion, "operations", ())
     )
 
 

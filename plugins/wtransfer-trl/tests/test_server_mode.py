@@ -24,7 +24,13 @@ from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.online_dpo import OnlineDPOTrainer
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
-from wtransfer.errors import AuthenticationError, CommitError, HostsError, WTransferError
+from wtransfer.errors import (
+    AuthenticationError,
+    CommitError,
+    HostsError,
+    SourceError,
+    WTransferError,
+)
 from wtransfer.testing.fleet import committing
 from wtransfer.weight_sync.worker.target import StateDictTarget
 
@@ -645,3 +651,46 @@ def test_asynchronous_trainer_publishes_experts_as_their_checkpoint_has_them(tra
                 with torch.no_grad():
                     for each in model.parameters():
                         each.add_(1)
+
+
+@pytest.mark.parametrize("update_of", [generation_of, colocated_generation_of, online_dpo_of])
+def test_form_that_cannot_be_had_is_an_error_once_the_adapters_are_unmerged(update_of):
+    model = peft.get_peft_model(of_experts(), peft.LoraConfig(target_modules=["q_proj"]))
+    # As of a release of transformers that has changed.
+    model.get_base_model()._weight_conversions = [object()]
+    with serving(tensors(0.0)) as server, connected(server) as client:
+        update = update_of(model, client)
+        for _ in range(2):
+            with pytest.raises(SourceError, match="Qwen3MoeForCausalLM: the form of the weights"):
+                update()
+            layers = [each for each in model.modules() if hasattr(each, "merged")]
+            assert layers
+            assert not any(each.merged for each in layers)
+
+
+@pytest.mark.parametrize("trainer", [AsyncGRPOTrainer, AsyncDistillationTrainer])
+def test_form_that_cannot_be_had_leaves_no_rank_of_an_asynchronous_trainer_in_a_gather(trainer):
+    model, num_read = of_experts(), 0
+    model._weight_conversions = [object()]
+    named_parameters = model.named_parameters
+
+    def counted():
+        nonlocal num_read
+        yield from named_parameters()
+        num_read += 1
+
+    model.named_parameters = counted
+    training = trainer.__new__(trainer)
+    training.model = model
+    training.accelerator = SimpleNamespace(
+        device=torch.device("cpu"), unwrap_model=lambda each: each
+    )
+    with serving(tensors(0.0)) as server:
+        training.weight_transfer = transfer = wtransfer_trl.WeightTransfer(url_of(server))
+        transfer.init_weight_transfer()
+        with closing(transfer._sync), pytest.raises(SourceError, match="the form of the weights"):
+            list(training._streaming_iter())
+    # Names and shapes, and the pass that the other ranks gather beside.
+    assert num_read == 2
+    transfer.destroy()
+    assert transfer.form is None

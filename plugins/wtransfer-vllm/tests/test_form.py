@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from wtransfer import Publisher, WorkerSession
+from safetensors.torch import load_file, save_file
+from wtransfer import ParamMeta, Publisher, WorkerSession
 from wtransfer.checkpoint.source import CheckpointSource
 from wtransfer.errors import SchemaError, SourceError
+from wtransfer.weight_sync.checkpoint_form import StreamForm
 from wtransfer.weight_sync.trainer.source import as_source
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -127,6 +129,32 @@ def test_model_of_another_release_that_cannot_be_converted_is_refused(monkeypatc
         _ = as_source(model).metadata
     with pytest.raises(SchemaError, match="takes no state dict"):
         WorkerSession(model)
+
+
+def test_model_that_was_dequantised_as_it_was_loaded_is_its_own_form(tmp_path):
+    # transformers would write it quantised again.
+    config = transformers.Qwen3Config(
+        **SIZES | {"hidden_size": 128, "intermediate_size": 128, "head_dim": 128}
+    )
+    tensors = saved(transformers.Qwen3ForCausalLM(config), tmp_path)
+    for name in [each for each in tensors if each.endswith("_proj.weight")]:
+        rows, columns = tensors[name].shape
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = torch.ones(rows // 128, columns // 128)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
+    told = json.loads((tmp_path / "config.json").read_text())
+    told["quantization_config"] = blocks | {"activation_scheme": "dynamic"}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        quantization_config=transformers.FineGrainedFP8Config(dequantize=True),
+        dtype=torch.bfloat16,
+    )
+    own = {name: each.shape for name, each in model.state_dict().items()}
+    whole = [ParamMeta(name, torch.bfloat16, tuple(shape)) for name, shape in own.items()]
+    assert StreamForm(model).announce(whole) == whole
+    assert {meta.name: meta.shape for meta in as_source(model).metadata} == own
 
 
 def adapted(model, **options):

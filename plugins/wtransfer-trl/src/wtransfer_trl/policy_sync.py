@@ -103,8 +103,8 @@ class PolicySync:
         """Weights of the spans of a generation's answers; empty: of an answer without spans."""
         self._collected: list[tuple[str, torch.Tensor]] | None = None
         self._copy_error: RuntimeError | None = None
-        self.form = StreamForm(None)
-        """The form in which a block's tensors are published."""
+        self.form: StreamForm | None = None
+        """The form in which a block's tensors are published; None: as they are."""
         self._stream = StreamSource(deadline_s)
         # The trainer has bars of its own, and the engine is there as long as the trainer is.
         defaults = {"progress": False, "return_s": RETURN_S if isinstance(host, str) else None}
@@ -129,11 +129,12 @@ class PolicySync:
             error, self._copy_error = self._copy_error, None
         if error is not None:
             raise error
+        form = self.form or StreamForm(None)
         metadata = [
             (meta.name, str(meta.dtype).removeprefix("torch."), meta.shape)
-            for meta in self.form.announce(metadata_of(collected))
+            for meta in form.announce(metadata_of(collected))
         ]
-        self.update(metadata, self.form.of(collected))
+        self.update(metadata, form.of(collected))
 
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> bool:
         """Keep copies for the block's update; False outside of a block."""

@@ -69,7 +69,8 @@ def _checked_generate_vllm_server(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _move_formed_model_to_vllm(self: Any) -> None:
     if self.vllm_mode == "server" and self.accelerator.is_main_process:
         # Here the model is known, and where its tensors are sent it is not.
-        _sync_of(self.vllm_client).form = form_of(self.model)
+        sync = _sync_of(self.vllm_client)
+        sync.form = sync.form or form_of(self.model)
     _move_model_to_vllm(self)
 
 

@@ -93,5 +93,6 @@ class WeightTransfer:
     def destroy(self) -> None:
         """Let the server leave."""
         sync, self._sync = self._sync, None
+        self.form = None
         if sync is not None:
             sync.close()
