@@ -17,7 +17,7 @@ HALFWAY = """
 
 def test_worker_stopped_halfway_is_named_and_goes_on_later(worker, trainer):
     first, second = worker("first"), worker("second")
-    publisher = trainer(2, deadline_s=1)
+    publisher = trainer(2, deadline_s=3)
     publisher.do("source.gate.set(); publisher.publish('v1')")
     publisher.do("source.tensors = weights(3); source.reached.clear(); source.gate.clear()")
     assert publisher.do(HALFWAY.format(version="v2"))
@@ -37,7 +37,7 @@ def test_worker_stopped_halfway_is_named_and_goes_on_later(worker, trainer):
 
 def test_stopped_trainer_holds_no_worker_and_no_status(worker, trainer, command, address):
     first = worker("first", deadline_s=1)
-    publisher = trainer(1, deadline_s=1)
+    publisher = trainer(1, deadline_s=3)
     publisher.do("source.gate.set(); publisher.publish('v2')")
     publisher.stop()
     with pytest.raises(worker.error) as caught:
