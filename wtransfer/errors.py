@@ -61,8 +61,12 @@ class WTransferError(Exception):
         return f"{self.message} [{', '.join(located)}]" if located else self.message
 
     def _says(self, fact: str) -> bool:
-        """Return whether the message names a fact already, as a word and not within another."""
-        return re.search(rf"(?<![\w-]){re.escape(fact)}(?![\w-])", self.message) is not None
+        """Return whether the message names a fact already, as a word and not within another.
+
+        A worker may be called as a word of any message is: quotes tell them apart.
+        """
+        around = (r"['\"]", r"['\"]") if fact.isalpha() else (r"(?<![\w-])", r"(?![\w-])")
+        return re.search(re.escape(fact).join(around), self.message) is not None
 
 
 # -- plug-ins ---------------------------------------------------------------------------------

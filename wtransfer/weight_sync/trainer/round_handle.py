@@ -61,7 +61,11 @@ class Round:
         return self._coordinator.failed
 
     def progress(self) -> dict[str, int]:
-        """Return the bytes that each worker of the round has staged so far, by its name."""
+        """Return the bytes that each worker of the round has staged, by its name.
+
+        They are those of its last message. It sends one at most every 0.1 s, as it stages, and one
+        when it has all: a worker whose trainer pauses may have staged more.
+        """
         return self._coordinator.progress()
 
     @property
