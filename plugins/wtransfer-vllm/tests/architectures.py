@@ -147,6 +147,35 @@ CASES = {
         | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
         | {"shared_expert_intermediate_size": 64},
     ),
+    "Qwen2.5": ("qwen2", "Qwen2ForCausalLM", {"use_sliding_window": False}),
+    # Its checkpoint has q, k and v in one tensor, and gate and up in another.
+    "Phi-3": ("phi3", "Phi3ForCausalLM", {"sliding_window": None}),
+    "Gemma 2": (
+        "gemma2",
+        "Gemma2ForCausalLM",
+        WINDOWED | {"tie_word_embeddings": True, "sliding_window": 128},
+    ),
+    "Cohere 2": (
+        "cohere2",
+        "Cohere2ForCausalLM",
+        WINDOWED | {"tie_word_embeddings": True, "sliding_window": 128},
+    ),
+    # By vLLM's Transformers backend.
+    "OLMo 3": ("olmo3", "Olmo3ForCausalLM", WINDOWED | {"sliding_window": 128}),
+    "GLM-4.5": (
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        {"n_routed_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        | {"attention_bias": True, "use_qk_norm": True},
+    ),
+    "AFMoE": (
+        "afmoe",
+        "AfmoeForCausalLM",
+        MOE
+        | WINDOWED
+        | {"num_dense_layers": 1, "num_shared_experts": 1, "sliding_window": 128}
+        | {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+    ),
     "Idefics3 (vision), by text": (
         "idefics3",
         "Idefics3ForConditionalGeneration",
