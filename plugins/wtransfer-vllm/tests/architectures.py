@@ -77,13 +77,13 @@ VISION = {
 }
 
 
-def compressed_tensors(kind, strategy, activations, **weights):
-    """Return a configuration of 8 bits as llm-compressor writes it."""
-    common = {"num_bits": 8, "type": kind, "symmetric": True}
+def compressed_tensors(kind, strategy, activations, num_bits=8, **weights):
+    """Return a configuration as llm-compressor writes it; no activations: they stay as they are."""
+    common = {"num_bits": num_bits, "type": kind, "symmetric": True}
     group = {
         "targets": ["Linear"],
         "weights": common | {"strategy": strategy, "dynamic": False} | weights,
-        "input_activations": common | {"dynamic": True} | activations,
+        "input_activations": activations and common | {"dynamic": True} | activations,
     }
     return {
         "quant_method": "compressed-tensors",

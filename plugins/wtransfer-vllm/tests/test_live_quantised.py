@@ -159,6 +159,51 @@ def test_weights_that_vllm_quantises_as_it_loads_travel_as_they_are(name, quanti
         assert fresh.do("answer", PROMPTS) == served[-1]
 
 
+def pack_four_bits(model, into, size=32):
+    """Write a checkpoint of packed integers of 4 bits, with a scale for each group of a row."""
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    shutil.copytree(model, into, ignore=shutil.ignore_patterns("*.safetensors"))
+    settings = compressed_tensors("int", "group", None, num_bits=4, group_size=size)
+    settings["format"] = "pack-quantized"
+    plain = json.loads((model / "config.json").read_text())
+    (into / "config.json").write_text(json.dumps(plain | {"quantization_config": settings}))
+    written = {}
+    for name, tensor in load_file(model / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            written[name] = tensor
+            continue
+        rows, columns = tensor.shape
+        groups = tensor.float().view(rows, columns // size, size)
+        scale = groups.abs().amax(-1) / 7
+        numbers = (groups / scale.unsqueeze(-1)).round().to(torch.int8).view(rows, columns)
+        written[f"{name}_packed"] = pack_to_int32(numbers, 4)
+        written[f"{name}_scale"] = scale.to(tensor.dtype)
+        written[f"{name}_shape"] = torch.tensor([rows, columns])
+    save_file(written, into / "model.safetensors", metadata={"format": "pt"})
+    return into
+
+
+def test_packed_weights_of_four_bits_are_those_of_a_fresh_engine(models, tmp_path):
+    pytest.importorskip("vllm._custom_ops")  # has the kernels
+    if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+        pytest.skip("vLLM's kernel for them needs AVX-512")
+    packed = {name: pack_four_bits(models / name, tmp_path / name) for name in "AB"}
+    expected = {}
+    for name, folder in packed.items():
+        with closing(start(tmp_path, folder, **OPTIONS)) as fresh:
+            expected[name] = fresh.do("answer", PROMPTS)
+    assert expected["A"] != expected["B"]
+    with closing(start(tmp_path, packed["A"], **UPDATED)) as engine:
+        for name in "BAB":
+            source = wtransfer.CheckpointSource(packed[name])
+            with wtransfer.Publisher(source, deadline_s=60) as publisher:
+                engine.invite(publisher)
+                publisher.wait_for_workers(1, timeout_s=20)
+                assert publish(publisher, engine, name).ok
+            assert engine.do("answer", PROMPTS) == expected[name]
+
+
 def test_update_of_another_scheme_is_refused_by_vllm_and_both_are_named(tmp_path):
     plain, model = model_of("llama", tmp_path)
     other, own = ("fp8 blocks", "int8")

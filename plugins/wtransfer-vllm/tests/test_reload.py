@@ -1,8 +1,10 @@
 """vLLM's own layerwise reload on small models, each with one thing that it leaves out."""
 
+import re
 import types
 import warnings
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tests/make_env.py ENV")
 
-from wtransfer_vllm.proof import prove
+from wtransfer_vllm.proof import UNREAD, prove
 from wtransfer_vllm.reload import ReloadError, reload
 
 with warnings.catch_warnings():
@@ -270,6 +272,34 @@ def test_memory_that_is_not_written_does_not_pass_for_what_it_was():
         model.one.weight[2:] = 1
     with pytest.raises(ReloadError, match="layer 'one', parameter 'weight': other bits"):
         prove(model, CONFIG, first.items())
+
+
+@pytest.mark.parametrize("name", ["weight_shape", "bias"])
+def test_only_a_parameter_that_no_kernel_reads_may_differ(name):
+    model = Model(one=Linear())
+    model.one.register_parameter(name, nn.Parameter(torch.zeros(2), requires_grad=False))
+    first = weights_of(model, 1)
+    model.load_first(first)
+    with torch.no_grad():
+        getattr(model.one, name)[0] = 7
+    if name in UNREAD:
+        prove(model, CONFIG, first.items())
+    else:
+        with pytest.raises(ReloadError, match="layer 'one', parameter 'bias': other bits"):
+            prove(model, CONFIG, first.items())
+
+
+def test_parameters_that_no_kernel_reads_are_read_nowhere_in_vllm():
+    names = "|".join(UNREAD)
+    reads = re.compile(rf"\blayer\.({names})\b|getattr\([^)]*[\"']({names})[\"']")
+    sources = Path(layerwise.__file__).parents[2]
+    found = {
+        line.strip()
+        for path in (*sources.glob("layers/**/*.py"), *sources.glob("kernels/**/*.py"))
+        for line in path.read_text("utf-8").splitlines()
+        if reads.search(line)
+    }
+    assert found == set()
 
 
 class Packing(UnquantizedEmbeddingMethod):
