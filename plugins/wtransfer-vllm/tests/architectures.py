@@ -168,6 +168,14 @@ CASES = {
         {"n_routed_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
         | {"attention_bias": True, "use_qk_norm": True},
     ),
+    "LFM2": (
+        "lfm2",
+        "Lfm2ForCausalLM",
+        {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+        | {"tie_word_embeddings": True, "block_auto_adjust_ff_dim": False}
+        # Of published configurations; transformers' own has none.
+        | {"conv_dim": 128, "block_dim": 128},
+    ),
     "AFMoE": (
         "afmoe",
         "AfmoeForCausalLM",
@@ -175,6 +183,12 @@ CASES = {
         | WINDOWED
         | {"num_dense_layers": 1, "num_shared_experts": 1, "sliding_window": 128}
         | {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+    ),
+    "ERNIE 4.5 MoE": (
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        {"moe_num_experts": 16, "moe_k": 2, "moe_intermediate_size": 64}
+        | {"tie_word_embeddings": True},
     ),
     "Idefics3 (vision), by text": (
         "idefics3",
