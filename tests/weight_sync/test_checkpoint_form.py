@@ -7,7 +7,7 @@ import re
 import resource
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,6 +87,20 @@ def test_parts_of_one_buffer_are_found_where_they_lie_now():
     flat = torch.arange(20.0, 32.0)
     tensors |= {"a": flat[:4], "b": flat[8:]}
     assert whole(source)["b.1"].tolist() == [30.0, 31.0]
+    tensors |= {"b": flat[4:8]}
+    assert whole(source)["b.1"].tolist() == [26.0, 27.0]
+    # Each alone in its memory, of which it is not the begin.
+    tensors |= {"a": torch.ones(4), "b": torch.arange(40.0, 48.0)[4:]}
+    for _ in range(2):
+        assert whole(source)["b.1"].tolist() == [46.0, 47.0]
+    tensors |= {"b": torch.arange(50.0, 58.0)[::2]}
+    assert whole(source)["b.1"].tolist() == [54.0, 56.0]
+
+
+def test_form_of_another_dtype_has_it_in_every_round():
+    source = as_source({"w": torch.arange(4.0)}, lambda t: {"w": t["w"].view(torch.int32)})
+    for _ in range(2):
+        assert torch.equal(whole(source)["w"], torch.arange(4.0).view(torch.int32))
 
 
 def test_form_that_copies_is_told_once_and_sends_present_values(caplog):
@@ -295,6 +309,9 @@ def test_stream_passes_in_the_form_by_views_of_one_tensor_after_the_other():
         assert told(sent.items()) == announced
         assert all(torch.equal(each, wanted[name]) for name, each in sent.items())
         assert {memory_of(each) for each in sent.values()} == set(map(memory_of, tensors.values()))
+    turned = dict(reversed(tensors.items()))
+    announced = form.announce(told(turned.items()))
+    assert told(form.of(turned.items())) == announced
 
 
 @pytest.mark.usefixtures("transformers_of")
@@ -344,8 +361,17 @@ def test_parts_of_a_stream_are_known_until_it_is_announced_otherwise():
 )
 @pytest.mark.usefixtures("transformers_of")
 def test_form_of_a_stream_that_is_not_of_its_parts_is_refused(form, error):
-    with pytest.raises(SourceError, match=error):
-        StreamForm(Converted(form)).announce(told(fused().items()))
+    stream = StreamForm(Converted(form))
+    for _ in range(2):
+        with pytest.raises(SourceError, match=error):
+            stream.announce(told(fused().items()))
+
+
+@pytest.mark.usefixtures("transformers_of")
+def test_tensor_of_a_stream_that_has_no_addresses_on_this_host_is_named():
+    with pytest.raises(SourceError, match="Converted: the form of 'w' cannot be had") as caught:
+        StreamForm(Converted(dict)).announce([ParamMeta("w", torch.float32, (1 << 58,))])
+    assert caught.value.piece == "w"
 
 
 @pytest.mark.parametrize("kind", ["other model", "quantised", "release 4", "no transformers"])
@@ -360,6 +386,20 @@ def test_stream_of_a_model_without_another_form_passes_as_it_is(transformers_of,
     form, tensors = StreamForm(model), fused()
     assert form.announce(told(tensors.items())) == told(tensors.items())
     assert all(each is tensors[name] for name, each in form.of(tensors.items()))
+
+
+@pytest.mark.parametrize("is_quantised", [False, True])
+@pytest.mark.usefixtures("transformers_of")
+def test_model_whose_way_back_quantises_is_its_own_form(is_quantised):
+    def operation(module):
+        return type("Operation", (SimpleNamespace,), {"__module__": module})
+
+    back = "transformers.integrations.fp8" if is_quantised else "transformers.core_model_loading"
+    way = operation("transformers.integrations.fp8")(reverse_op=operation(back)())
+    model, tensors = Converted(split), fused()
+    model._weight_conversions = [SimpleNamespace(operations=[way])]
+    announced = StreamForm(model).announce(told(tensors.items()))
+    assert {meta.name for meta in announced} == set(tensors if is_quantised else split(tensors))
 
 
 @pytest.mark.usefixtures("transformers_of")

@@ -304,6 +304,9 @@ def send_without_room(client, passed):
     for name, tensor in tensors(1.0).items():
         client.update_named_param(name, tensor.as_subclass(Large))
         passed.append(name)
+    rest = Gathered(tensors(1.0))
+    client.update_named_params([], rest)
+    passed += rest.read
 
 
 def test_copy_that_fails_is_raised_when_the_block_is_over():
@@ -311,9 +314,10 @@ def test_copy_that_fails_is_raised_when_the_block_is_over():
     with serving(served) as server, connected(server, on_error="keep") as client:
         with pytest.raises(torch.OutOfMemoryError), client.weight_update():
             send_without_room(client, passed)
-        assert passed == ["a", "b"]
+        assert passed == ["a", "b"] * 2
         assert same(served, tensors(0.0))
-        push(client, tensors(2.0))
+        with client.weight_update():
+            client.update_named_params([], tensors(2.0).items())
         assert same(served, tensors(2.0))
 
 
@@ -511,6 +515,25 @@ def test_trainer_that_sends_tensor_by_tensor_makes_one_update_of_each_step():
                     each.add_(1)
 
 
+def test_rank_without_the_server_gathers_and_sends_nothing():
+    model, read = torch.nn.Linear(3, 4), []
+    wtransfer_trl.install()
+    update = online_dpo_of(model, None)
+    trainer = update.__self__
+    del trainer.vllm_client
+    trainer.accelerator.is_main_process = False
+    named_parameters = model.named_parameters
+
+    def noted():
+        for name, tensor in named_parameters():
+            read.append(name)
+            yield name, tensor
+
+    model.named_parameters = noted
+    update()
+    assert read == ["weight", "bias"]
+
+
 class Trainer:
     """What TRL's asynchronous trainers do with their ``weight_transfer=``, in their order."""
 
@@ -620,7 +643,9 @@ def test_experts_are_sent_by_views_one_layer_at_a_time():
     generation._dist = SimpleNamespace(
         is_fsdp=False, gather_params=lambda _: contextlib.nullcontext()
     )
-    announced = [(name, each.dtype, each.shape) for name, each in generation._iter_named_params()]
+    told = list(generation._iter_named_params())
+    assert all(each.is_meta for _, each in told)
+    announced = [(name, each.dtype, each.shape) for name, each in told]
     generation._weight_metadata = announced
     sent = list(generation._iter_named_params())
     assert [(name, each.dtype, each.shape) for name, each in sent] == announced
@@ -642,6 +667,9 @@ def test_asynchronous_trainer_publishes_experts_as_their_checkpoint_has_them(tra
         transfer = wtransfer_trl.WeightTransfer(url_of(server))
         transfer.init_weight_transfer()
         # The other ranks of a trainer have none, and read the pass as it is.
+        assert [name for name, _ in training._streaming_iter()] == list(model.state_dict())
+        # Another sender has the form that it had.
+        training.weight_transfer = object()
         assert [name for name, _ in training._streaming_iter()] == list(model.state_dict())
         training.weight_transfer = transfer
         with closing(transfer._sync):

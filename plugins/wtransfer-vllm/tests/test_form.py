@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from wtransfer import ParamMeta, Publisher, WorkerSession
 from wtransfer.checkpoint.source import CheckpointSource
 from wtransfer.errors import SchemaError, SourceError
-from wtransfer.weight_sync.checkpoint_form import StreamForm
+from wtransfer.weight_sync.checkpoint_form import ModuleForm, StreamForm
 from wtransfer.weight_sync.trainer.source import as_source
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -112,6 +112,19 @@ def test_checkpoint_reaches_a_worker_that_holds_the_model_otherwise(model_type, 
         assert round_.result().ok
     own, wanted = model.state_dict(), expected.state_dict()
     assert all(torch.equal(own[name], wanted[name]) for name in wanted)
+
+
+def test_other_names_of_a_tensor_are_in_the_form_too():
+    # A worker takes its weights under any of them.
+    assert list(ModuleForm(make("qwen3")).formed().tensors)[-1] == "lm_head.weight"
+
+
+def test_tensors_that_transformers_does_not_save_are_not_sent(tmp_path):
+    model = make("llama")
+    model._keys_to_ignore_on_save = ["lm_head.weight"]
+    sent = dict(as_source(model).iter_full())
+    assert sent.keys() == saved(model, tmp_path).keys()
+    assert "lm_head.weight" not in sent
 
 
 def test_own_names_are_sent_where_that_is_asked_for():

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -13,9 +14,10 @@ import wtransfer
 from safetensors.torch import load_file
 from vllm.distributed.weight_transfer.base import ModuleSource, ParamMeta
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-from wtransfer.errors import SchemaError, SourceError
+from wtransfer.errors import CommitError, SchemaError, SourceError
 from wtransfer.testing.fleet import committing
 from wtransfer.weight_sync.http.client import HttpClient
+from wtransfer.weight_sync.worker.target import StateDictTarget
 
 from wtransfer_vllm import trainer
 from wtransfer_vllm.names import vllm_names
@@ -108,6 +110,21 @@ def test_refused_round_raises_and_the_next_one_commits(pair):
         source.shape = (4,)
         engine.send_weights("v2")
         assert same(pair)
+        source.shape = (5,)
+        with pytest.raises(SchemaError, match="bias: wanted"):
+            engine.send_weights("v3")
+        assert engine.report is None
+
+
+def test_engine_that_was_shut_down_leaves_its_workers_to_another(pair):
+    model, served = pair
+    with serving(served) as server:
+        for _ in range(2):
+            with torch.no_grad():
+                model.weight.add_(1)
+            with training(model, server) as engine:
+                engine.send_weights()
+            assert same(pair)
 
 
 def of_experts(seed):
@@ -165,6 +182,34 @@ def test_source_of_ones_own_yields_the_form_that_travels(tmp_path):
         assert all(torch.equal(served[name], each) for name, each in saved(model, tmp_path).items())
 
 
+def test_source_derived_from_vllms_may_yield_the_form_of_the_model():
+    class Source(ModuleSource):
+        """Of workers that hold the model as the trainer does."""
+
+    model = of_experts(1)
+    own = {name: torch.zeros_like(each) for name, each in model.named_parameters()}
+    with serving(own) as server, training(model, server, source=Source(model)) as engine:
+        engine.send_weights()
+    assert all(torch.equal(own[name], each) for name, each in model.named_parameters())
+
+
+def test_rank_that_does_not_send_reads_its_source(pair):
+    read = []
+
+    class Source(ModuleSource):
+        def __iter__(self):
+            for name, tensor in super().__iter__():
+                read.append(name)
+                yield name, tensor
+
+    engine = WeightTransferTrainerFactory.trainer_init(
+        trainer.init_info("shm", rank=1), client=None, source=Source(pair[0])
+    )
+    assert engine.send_weights() is None
+    assert read == ["weight", "bias"]
+    engine.shutdown()
+
+
 def test_form_that_cannot_be_had_is_raised_when_the_source_was_read(monkeypatch):
     def changed(*_):
         raise TypeError("revert_weight_conversion() takes no state dict")
@@ -212,9 +257,19 @@ def test_worker_that_was_restarted_is_invited_again(pair):
         assert same(pair)
 
 
-def test_one_of_several_workers_behind_a_client_is_invited_again(pair):
+def test_one_of_several_workers_behind_a_client_is_invited_again_or_told_to_refuse(pair):
     model, served = pair
     other = torch.nn.Linear(8, 4)
+    refused = threading.Event()
+
+    class Refusing(StateDictTarget):
+        """A model whose own loading fails once."""
+
+        def apply(self, given):
+            if refused.is_set():
+                refused.clear()
+                raise RuntimeError("the model says no")
+            super().apply(given)
 
     class Client:
         """Leads to two servers, as vLLM's client of several Ray actors does."""
@@ -234,7 +289,7 @@ def test_one_of_several_workers_behind_a_client_is_invited_again(pair):
 
     with (
         serving(served, "one") as first,
-        serving(other, "two") as second,
+        serving(Refusing(other.state_dict()), "two") as second,
     ):
         engine = WeightTransferTrainerFactory.trainer_init(
             trainer.init_info("shm", rank=0),
@@ -247,6 +302,10 @@ def test_one_of_several_workers_behind_a_client_is_invited_again(pair):
         with torch.no_grad():
             model.weight.add_(1)
         engine.send_weights("v2")
+        refused.set()
+        with pytest.raises(CommitError, match="the model says no"):
+            engine.send_weights("v3")
+        assert not engine.report.ok
         engine.shutdown()
     assert torch.equal(served.weight, model.weight)
     assert torch.equal(other.weight, model.weight)
