@@ -44,6 +44,24 @@ def test_copy_of_weights_that_a_layer_makes_once_is_refused_as_soon_as_it_is_the
         check_reach(model)
 
 
+@pytest.mark.filterwarnings("ignore")  # of what vLLM imports
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_view_of_a_parameter_is_refused_once_a_kernel_has_packed_that(is_packed):
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    model = Model()
+    model.layer.weight.requires_grad_(requires_grad=False)
+    model.register_buffer("view", model.layer.weight.view(-1), persistent=False)
+    model.register_buffer("table", torch.ones(2), persistent=False)
+    record_metadata_for_reloading(model)
+    if not is_packed:
+        check_reach(model)
+        return
+    model.layer.weight.data = model.layer.weight.data.clone()
+    with pytest.raises(ReloadError, match="buffer 'view' of layer '' was a view of a parameter"):
+        check_reach(model)
+
+
 @pytest.mark.parametrize("is_due", [True, False])
 def test_table_that_a_first_step_makes_of_weights_is_refused_before_it_as_well(is_due):
     model = Model()

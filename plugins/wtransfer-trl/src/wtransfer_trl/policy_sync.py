@@ -98,7 +98,7 @@ class PolicySync:
         """Label that generations are booked under: the last of this run that vLLM held after an
         update; None: of none yet."""
         self._since = 0.0
-        """When the last update ended, or the generation after it began, in monotonic seconds."""
+        """When the last generation began, in monotonic seconds."""
         self._tags: list[str] = []
         """Weights of the spans of a generation's answers; empty: of an answer without spans."""
         self._collected: list[tuple[str, torch.Tensor]] | None = None
@@ -199,7 +199,6 @@ class PolicySync:
         version = self._show(held)
         if version:
             self._booked = held
-        self._since = time.monotonic()
         return self._num_updates - version
 
     def _show(self, held: str) -> int:

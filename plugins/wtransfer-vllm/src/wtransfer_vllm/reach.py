@@ -2,6 +2,7 @@
 
 * A module that no other has registered: a head in a plain dictionary, a list or a function.
 * A copy of weights that a layer makes once, at its first step or as it is loaded first.
+* A buffer that was a view of a parameter, until a kernel for CPUs packed that.
 * What a model makes once it is loaded, in a method that vLLM calls after the first load only.
 
 `wtransfer_vllm.proof` compares what a reload does reach.
@@ -64,11 +65,37 @@ def check_reach(model: nn.Module) -> None:
             f"{refused}{found} is no registered module of it, so neither an update nor vLLM's "
             "reload reaches it, and it would compute with its old weights"
         )
+    for name, buffer in detached_views(model):
+        raise ReloadError(
+            f"{refused}buffer {buffer!r} of layer {name!r} was a view of a parameter that its "
+            "kernel has packed since, so no reload reaches it"
+        )
     for name, layer in model.named_modules():
         for attribute in made_once(layer):
             raise ReloadError(
                 f"{refused}layer {name!r} keeps {attribute}, made of weights once and by no reload"
             )
+
+
+def detached_views(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield layer and name of each buffer whose parameter has got other memory since.
+
+    vLLM's reload leaves a buffer that is a view of a parameter to that parameter, and takes no note
+    of it. Only kernels for CPUs give a parameter other memory.
+    """
+    from vllm.model_executor.model_loader.reload import meta
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    memory = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    for name, layer in model.named_modules():
+        noted = get_layerwise_info(layer)
+        if noted.restore_device.type != "cpu" or type(layer).__name__ in meta.SKIP_MODULES:
+            continue
+        unsaved = layer._non_persistent_buffers_set  # noqa: SLF001  # torch has no other way
+        unnoted = unsaved - noted.restore_metadata[1].keys() - meta.SKIP_TENSORS
+        for buffer, tensor in layer.named_buffers(recurse=False):
+            if buffer in unnoted and tensor.untyped_storage().data_ptr() not in memory:
+                yield name, buffer
 
 
 def made_once(layer: nn.Module) -> Iterator[str]:
