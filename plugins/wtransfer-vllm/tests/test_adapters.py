@@ -21,6 +21,7 @@ with warnings.catch_warnings():
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.request import Request
 
@@ -56,24 +57,31 @@ class EngineCore:
             kv_cache_manager=self.manager,
             schedule=lambda: self.done.append("schedule"),
             connector=bag(connector_scheduler=self.side),
+            requests={},
+            pause_state=PauseState.UNPAUSED,
         )
+        self.model_executor = bag(sleeping_tags=set())
         self.vllm_config = bag(
             weight_transfer_config=bag(backend="shm"),
             lora_config=bag(enable_tower_connector_lora=towers),
         )
         self.done, self.loaded = [], set()
 
-    def collective_rpc(self, *_):
-        raise AssertionError
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        return [getattr(EngineCore, method)(self, *args, **(kwargs or {}))]
 
     def add_request(self, request):
         assert not request.lora_request.load_inplace
+        self.scheduler.requests[request.request_id] = request
 
     def add_lora(self, lora_request):
         self.done.append(f"load {lora_request.lora_name}")
         if lora_request.lora_path == "/nowhere":
             raise OSError("no such folder")
         self.loaded.add(lora_request.lora_int_id)
+
+    def remove_lora(self, lora_id):
+        self.loaded.discard(lora_id)
 
     def list_loras(self):
         return self.loaded
@@ -184,21 +192,143 @@ def test_name_that_gets_another_number_and_a_number_that_is_loaded_anew_are_name
     assert (core.begin(like), like.lora_request.lora_name) == (0, "policy#1#1")
 
 
-def test_load_that_fails_half_way_has_its_name_all_the_same(core):
+def test_load_that_fails_half_way_leaves_the_folder_before_under_a_name_of_its_own(core):
     core.add_lora(adapter())
     core.begin(core.ask(adapter()))
     with pytest.raises(OSError, match="no such folder"):
         core.add_lora(adapter(path="/nowhere", load_inplace=True))
-    assert core.begin(core.ask(adapter())) == 0
+    request = core.ask(adapter())
+    assert core.begin(request) == 0
+    assert request.lora_request.lora_path == "/adapter"
+    with pytest.raises(OSError, match="no such folder"):
+        core.add_lora(adapter("another", 2, "/nowhere"))
+    assert core.begin(core.ask(adapter("another", 2))) == 0
+
+
+def by_call(core, method, argument):
+    getattr(core, method)(argument)
+
+
+def by_workers(core, method, argument):
+    core.collective_rpc(method, args=(argument,))
+
+
+def by_workers_and_name(core, method, argument):
+    name = "lora_request" if method == "add_lora" else "lora_id"
+    core.collective_rpc(method, kwargs={name: argument})
+
+
+@pytest.mark.parametrize("do", [by_call, by_workers, by_workers_and_name])
+@pytest.mark.parametrize("name", ["step1", "step2"])
+def test_number_that_was_removed_means_what_its_next_request_brings(core, do, name):
+    do(core, "add_lora", adapter("step1"))
+    assert [core.begin(core.ask(adapter("step1"))) for _ in range(2)] == [0, 8]
+    waiting = core.ask(adapter("step1"))
+    do(core, "remove_lora", 1)
+    assert not core.loaded
+    request = core.ask(adapter(name))
+    assert core.begin(request) == 0
+    assert request.lora_request.lora_name == ("step1#1" if name == "step1" else name)
+    assert core.begin(waiting) == (8 if name == "step1" else 0)
+    do(core, "add_lora", adapter(name))
+    before = core.ask(adapter(name))
+    assert core.begin(before) == 0
+    do(core, "add_lora", adapter(name, load_inplace=True))
+    assert core.begin(core.ask(adapter(name))) == 0
+
+
+def test_request_that_brings_its_number_another_adapter_has_that_as_in_vllm_alone(core):
+    core.add_lora(adapter("step1", path="/1"))
+    core.begin(core.ask(adapter("step1", path="/1")))
+    core.loaded.clear()  # as at a commit, or with few --max-cpu-loras
+    for name, path, ours in (
+        ("step2", "/1", "step2"),
+        ("step2", "/2", "step2#1"),
+        ("step1", "/1", "step1#1"),
+    ):
+        request = core.ask(adapter(name, path=path))
+        assert core.begin(request) == 0
+        assert (request.lora_request.lora_name, request.lora_request.lora_path) == (ours, path)
+        assert core.begin(core.ask(adapter(name, path=path))) == 8
+
+
+@pytest.mark.parametrize("by_request", [True, False])
+def test_requests_have_the_folder_that_was_loaded_last_in_place(core, by_request):
+    core.add_lora(adapter(path="/1"))
+    waiting, preempted = core.ask(adapter(path="/1")), core.ask(adapter(path="/1"))
+    core.begin(preempted)
+    for path in ("/2", "/3"):
+        in_place = adapter(path=path, load_inplace=True)
+        if by_request:
+            core.ask(in_place)
+        else:
+            core.add_lora(in_place)
+        core.scheduler.schedule()
+    core.manager.free(preempted)
+    late = core.ask(adapter(path="/1"))  # of a front end that did not know yet
+    assert [core.begin(each) for each in (waiting, preempted, late)] == [0, 8, 8]
+    for each in (waiting, preempted, late):
+        assert each.lora_request.lora_path == "/3"
+        assert not each.lora_request.load_inplace
+
+
+def test_load_in_place_is_not_carried_out_for_a_request_that_has_ended(core):
+    core.add_lora(adapter())
+    core.ask(adapter(path="/2", load_inplace=True))
+    aborted = core.ask(adapter(path="/nowhere", load_inplace=True))
+    alone = core.ask(adapter("another", 2, "/nowhere", load_inplace=True))
+    for each in (aborted, alone):
+        del core.scheduler.requests[each.request_id]
+    core.scheduler.schedule()
+    assert core.done == ["load policy", "load policy", "schedule"]
+    request = core.ask(adapter())
+    core.begin(request)
+    assert request.lora_request.lora_path == "/2"
+
+
+@pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL, "asleep"])
+def test_load_in_place_waits_until_vllm_is_awake_and_resumed(core, state):
+    if state == "asleep":
+        core.model_executor.sleeping_tags = {"weights"}
+    else:
+        core.scheduler.pause_state = state
+    core.ask(adapter(load_inplace=True))
+    core.scheduler.schedule()
+    assert core.done == ["schedule"]
+    core.model_executor.sleeping_tags = set()
+    core.scheduler.pause_state = PauseState.UNPAUSED
+    core.scheduler.schedule()
+    assert core.done == ["schedule", "load policy", "schedule"]
+
+
+def test_loads_in_place_are_carried_out_in_the_order_of_their_requests(core):
+    for number, name in enumerate(("first", "second", "third"), 1):
+        core.ask(adapter(name, number, load_inplace=True))
+    core.scheduler.schedule()
+    assert core.done == ["load first", "load second", "load third", "schedule"]
 
 
 @pytest.mark.parametrize("towers", [True, False])
-def test_encoders_that_adapters_change_are_forgotten(towers):
+def test_encoders_that_adapters_change_are_forgotten_before_the_next_batch(towers):
     core = made(towers=towers)
+
+    def forgets():
+        core.done.clear()
+        core.scheduler.schedule()
+        assert core.done[-1] == "schedule"
+        return core.done[:-1] == ["encoders"]
+
     core.add_lora(adapter())
-    assert core.done == ["load policy"]
+    core.ask(adapter())
+    assert not forgets()
     core.add_lora(adapter(load_inplace=True))
-    assert core.done == ["load policy", *["encoders"] * towers, "load policy"]
+    assert forgets() is towers
+    core.ask(adapter(number=2))  # which its request has vLLM load
+    assert forgets() is towers
+    core.ask(adapter(number=2))
+    assert not forgets()
+    core.remove_lora(2)
+    assert forgets() is towers
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
@@ -215,3 +345,10 @@ def test_server_keeps_no_order_to_load_in_its_table(is_ours):
     assert table.lora_requests["policy"].load_inplace is not is_ours
     # vLLM's own has the table and the client under these names.
     assert {"lora_requests", "engine_client"} <= set(OpenAIServingModels.__init__.__code__.co_names)
+
+
+@pytest.mark.parametrize("models", [None, type("Models", (), {})])
+def test_server_of_another_shape_stays_as_it_is(models):
+    before = models and dict(vars(models))
+    load_once(models, lambda _: True)
+    assert (models and dict(vars(models))) == before

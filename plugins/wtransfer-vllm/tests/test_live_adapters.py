@@ -83,6 +83,25 @@ def test_requests_that_ask_for_a_load_have_the_adapter_of_now_beside_a_connector
             write(seed)
             assert ask(in_place)[0] == fresh[seed]
             assert ask()[0] == fresh[seed]
+        # Removed, its number means what comes next: the same name, or another one.
+        for seed, name in ((2, "policy"), (3, "another"), (1, "policy")):
+            engine.do("remove_adapter", 1)
+            write(seed)
+            assert ask(one | {"lora_name": name})[0] == fresh[seed]
+        # Who asks for a load and goes before it is carried out leaves all as it was.
+        gone = in_place | {"lora_path": str(tmp_path / "nowhere")}
+        engine.do("begin", "gone", PROMPTS[1], 16, None, gone)
+        engine.do("abort", "gone")
+        assert ask()[0] == fresh[1]
+        # Loaded in place from another folder, it is read there again where vLLM has dropped it,
+        # also for a request that had come before.
+        elsewhere = tiny_models.make_adapter(tmp_path / "elsewhere", 2)
+        engine.do("begin", "waits", PROMPTS[1], 16, None, one)
+        engine.do("load_adapter", in_place | {"lora_path": str(elsewhere)})
+        for number in range(2, 2 + LORA["max_loras"]):
+            engine.do("load_adapter", one | {"lora_name": f"{number}", "lora_int_id": number})
+        assert run_until(engine, "waits")["tokens"]["waits"] == fresh[2][1]
+        assert ask(one | {"lora_path": str(elsewhere)})[0] == fresh[2]
     # What the adapters computed is in no store, where other processes would find it by its name.
     assert not [each for each in tmp_path.rglob("*.bin") if each.is_relative_to(tmp_path / "tier")]
     assert not [each for each in (tmp_path / "kv").rglob("*") if each.is_file()]

@@ -52,7 +52,9 @@ WRITING = REPLACING | {START, DRAFT, UPDATE, FINISH}
 ON_EMPTY_VARIABLE = "WTRANSFER_VLLM_ON_EMPTY"
 """Environment variable of vLLM's processes: treatment of an engine whose model belongs to no
 version after a failed commit. ``serve``, the default: its label is ``empty``. ``end``: it ends."""
-LED = ("add_request", "add_lora", "sleep", "wake_up", "set_weight_version", TAG)
+ADAPTERS = ("add_lora", "remove_lora")
+"""Methods of the engine core, and of workers, that change the adapters that workers hold."""
+LED = ("add_request", *ADAPTERS, "sleep", "wake_up", "set_weight_version", TAG)
 """The engine core's methods that concern the weights, or begin to use them, beside its calls to the
 workers; all on its own thread."""
 
@@ -217,7 +219,7 @@ class Watch:
             return
         self._has_looked_for_tiers = True
         if getattr(self._core.vllm_config, "lora_config", None) is not None:
-            self._adapters = Adapters(self._core)
+            self._adapters = Adapters(self._core, lambda: self._asleep)
         if self._has_our_engine and names_blocks(self._core.vllm_config):
             try:
                 self._block_hashes = BlockHashes(self._core, self._call)
@@ -239,6 +241,12 @@ class Watch:
             RuntimeError: The call comes at a wrong time, the model's memory is not there, or
                 nothing was committed.
         """
+        if method in ADAPTERS:
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return self._call(method, timeout, args, kwargs)
+
+            return getattr(self, method)(call, *args, **(kwargs or {}))
         if not self._has_our_engine:
             return self._pass_on_foreign(method, timeout, args, kwargs)
         if method == INIT:
@@ -472,9 +480,15 @@ class Watch:
 
     def add_lora(self, call: Callable[..., Any], lora_request: Any) -> Any:
         """Return the result of `call`: what it loads is named before."""
+        if self._adapters is None:
+            return call(lora_request)
+        return self._adapters.load(call, lora_request)
+
+    def remove_lora(self, call: Callable[..., Any], lora_id: int) -> Any:
+        """Return the result of `call`: what it removes is forgotten before."""
         if self._adapters is not None:
-            self._adapters.name(lora_request)
-        return call(lora_request)
+            self._adapters.forget(lora_id)
+        return call(lora_id)
 
     def set_weight_version(self, call: Callable[..., Any], weight_version: str) -> Any:
         """Name the weights by the version that the ranks hold; before a commit, as the caller does.

@@ -87,7 +87,9 @@ def register_engines() -> list[str]:
     on_import(OUTPUT_PROCESSOR, lambda module: follow_requests(module.RequestState))
     # Also where no engine is registered: a connector needs the watch with any source of weights.
     on_import(ENGINE_CORE, lambda module: watch(module.EngineCore, commits_in))
-    on_import(MODELS, lambda module: load_once(module.OpenAIServingModels, concerns))
+    on_import(
+        MODELS, lambda module: load_once(getattr(module, "OpenAIServingModels", None), concerns)
+    )
     if adapter is None:
         logger.warning(
             "this vLLM's weight transfer has a shape that wtransfer-vllm does not know, so its "

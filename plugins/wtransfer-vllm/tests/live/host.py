@@ -124,6 +124,18 @@ class Host:
         self.llm.llm_engine.add_request(name, prompt, greedy, lora_request=lora)
         self.running[name] = []
 
+    def load_adapter(self, adapter):
+        """Load an adapter, fields of a ``LoRARequest``."""
+        return self.llm.llm_engine.add_lora(LoRARequest(**adapter))
+
+    def remove_adapter(self, number):
+        """Remove the adapter of a number."""
+        return self.llm.llm_engine.remove_lora(number)
+
+    def abort(self, name):
+        """Abort a request that was begun."""
+        self.llm.llm_engine.abort_request([name])
+
     def step(self, count):
         """Take steps; return the tokens of every request that was begun, and what else was seen."""
         longest = 0.0
