@@ -9,7 +9,8 @@ import sys
 from types import SimpleNamespace
 
 import torch.distributed
-from stand_ins import Policy, Server, generate, generation_by, of_experts
+from stand_ins import Policy, Server, generate, generation_by
+from tiny_models import of_experts
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from wtransfer.weight_sync.trainer.source import as_source

@@ -5,7 +5,6 @@ from contextlib import ExitStack, closing, contextmanager
 from types import SimpleNamespace
 
 import torch
-import transformers
 import wtransfer
 from accelerate import Accelerator
 from trl.generation import vllm_generation
@@ -24,26 +23,6 @@ class Policy(torch.nn.Linear):
     def __init__(self, value):
         super().__init__(3, 4)
         self.load_state_dict(weights(value))
-
-
-def of_experts():
-    """A tiny model of experts, which transformers holds in one tensor for a layer."""
-    torch.manual_seed(1)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        moe_intermediate_size=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
-    )
-    model = transformers.Qwen3MoeForCausalLM(config)
-    assert any(each.dim() == 3 for each in model.parameters())
-    return model
 
 
 class Server:

@@ -21,6 +21,7 @@ import wtransfer_trl
 pytestmark = pytest.mark.usefixtures("restored")
 
 RANKS = Path(__file__).with_name("ranks.py")
+VLLM_TESTS = Path(__file__).parents[2] / "wtransfer-vllm" / "tests"
 PICTURES = [["a picture"]]
 """Asks by TRL's other route, whose answers have spans."""
 
@@ -233,6 +234,7 @@ def test_ranks_of_a_sharded_policy_publish_again_together(tmp_path):
     # The store is where ranks meet; accelerate wants an address all the same.
     env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     env |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = os.pathsep.join([str(VLLM_TESTS), os.environ.get("PYTHONPATH", "")])
     ranks = [
         subprocess.Popen(
             [sys.executable, RANKS, str(rank), str(store)],

@@ -18,7 +18,7 @@ import transformers
 import trl
 import wtransfer
 from safetensors.torch import load_file
-from stand_ins import of_experts
+from tiny_models import of_experts
 from trl.experimental.async_distillation import AsyncDistillationTrainer
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.online_dpo import OnlineDPOTrainer

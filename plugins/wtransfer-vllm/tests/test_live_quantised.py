@@ -41,15 +41,20 @@ SCHEMES = {
 }
 
 
+def begin_checkpoint(model, settings, into):
+    """Copy all of a checkpoint but its weights, with settings of quantisation."""
+    shutil.copytree(model, into, ignore=shutil.ignore_patterns("*.safetensors"))
+    plain = json.loads((model / "config.json").read_text())
+    (into / "config.json").write_text(json.dumps(plain | {"quantization_config": settings}))
+
+
 def quantise(model, settings, into):
     """Write a quantised checkpoint by the library that defines its form."""
     from compressed_tensors.quantization import QuantizationArgs
     from compressed_tensors.quantization.lifecycle.forward import quantize
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    shutil.copytree(model, into, ignore=shutil.ignore_patterns("*.safetensors"))
-    plain = json.loads((model / "config.json").read_text())
-    (into / "config.json").write_text(json.dumps(plain | {"quantization_config": settings}))
+    begin_checkpoint(model, settings, into)
     is_fp8 = settings["quant_method"] == "fp8"
     # DeepSeek's blocks are the library's, with scales of float32 under another name.
     weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": BLOCK}
@@ -163,11 +168,9 @@ def pack_four_bits(model, into, size=32):
     """Write a checkpoint of packed integers of 4 bits, with a scale for each group of a row."""
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
-    shutil.copytree(model, into, ignore=shutil.ignore_patterns("*.safetensors"))
     settings = compressed_tensors("int", "group", None, num_bits=4, group_size=size)
     settings["format"] = "pack-quantized"
-    plain = json.loads((model / "config.json").read_text())
-    (into / "config.json").write_text(json.dumps(plain | {"quantization_config": settings}))
+    begin_checkpoint(model, settings, into)
     written = {}
     for name, tensor in load_file(model / "model.safetensors").items():
         if not name.endswith("_proj.weight"):

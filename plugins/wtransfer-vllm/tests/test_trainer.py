@@ -12,6 +12,7 @@ import torch
 import transformers
 import wtransfer
 from safetensors.torch import load_file
+from tiny_models import of_experts
 from vllm.distributed.weight_transfer.base import ModuleSource, ParamMeta
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from wtransfer.errors import CommitError, SchemaError, SourceError
@@ -125,24 +126,6 @@ def test_engine_that_was_shut_down_leaves_its_workers_to_another(pair):
             with training(model, server) as engine:
                 engine.send_weights()
             assert same(pair)
-
-
-def of_experts(seed):
-    """A model that transformers holds with the experts of a layer in one tensor."""
-    torch.manual_seed(seed)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        moe_intermediate_size=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
-    )
-    return transformers.Qwen3MoeForCausalLM(config)
 
 
 def saved(model, folder):

@@ -183,6 +183,28 @@ HYBRID = {
 """Configurations of models whose layers attend to different parts of a prefix."""
 
 
+def of_experts(seed: int = 1) -> torch.nn.Module:
+    """Return a model of transformers, which holds the experts of a layer in one tensor."""
+    import transformers
+
+    torch.manual_seed(seed)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        moe_intermediate_size=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    model = transformers.Qwen3MoeForCausalLM(config)
+    assert any(each.dim() == 3 for each in model.parameters())
+    return model
+
+
 def make_twin(folder: Path, config: dict[str, object], seed: int) -> Path:
     """Write a model of a configuration that vLLM can load."""
     from wtransfer_vllm import twins
