@@ -75,6 +75,6 @@ def host(drawn):
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.name.startswith("test_weights_change_before_every_call"):
-            item.cls.exhaustive = True
+            item.cls.is_long = True
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.nightly)

@@ -27,7 +27,7 @@ class TestMemoryConnector(ConnectorConformance):
     connector_cls = MemoryConnector
     is_shared = True
     in_processes = False
-    exhaustive = True
+    is_long = True
     outlasts = False
 
     def options_in(self, folder):

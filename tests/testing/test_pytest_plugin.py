@@ -13,6 +13,7 @@ import pytest
 
 from wtransfer.testing.fakes import MemoryEngine, MemoryTier
 from wtransfer.testing.kit import Report, kit_class
+from wtransfer.testing.pytest_plugin import NOT_TESTED, NOTE
 from wtransfer.testing.zygote import Zygote
 
 PLUGIN = "wtransfer.testing.pytest_plugin"
@@ -171,7 +172,8 @@ def test_seconds_and_reasons_of_skips_are_shown(run_installed):
     )
     assert done.returncode == 0, done.stdout
     assert "slowest 10 durations" in done.stdout
-    assert "NOT TESTED whether damaged blocks are refused" in done.stdout
+    assert "NOT TESTED: whether damaged blocks are refused" in done.stdout
+    assert re.search(", 1 NOT TESTED in [0-9.]+s", done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
@@ -315,20 +317,19 @@ def test_interrupt_after_a_failure_is_raised(with_torch):
     assert (done.stdout, done.stderr) == ("KeyboardInterrupt\n", "")
 
 
-def test_notes_of_a_passed_test_are_in_the_report():
+def test_findings_and_questions_that_were_not_asked_end_the_report():
     report = Report("engine mine")
-    properties = [("ms_per_small_tensor", 3.0), ("note", "it is slow")]
-    report.pytest_runtest_logreport(
-        pytest.TestReport("a::B::test_c", ("a", 1, "c"), {}, "passed", None, "call", (), 1.0)
-    )
-    assert report.notes == []
-    report.pytest_runtest_logreport(
-        pytest.TestReport(
-            *("a::B::test_d", ("a", 1, "d"), {}, "passed", None, "call"),
-            user_properties=properties,
+    properties = [("ms_per_small_tensor", 3.0), (NOTE, "it is slow"), (NOT_TESTED, "cuda")]
+    for when, own in (("call", ()), ("call", properties), ("teardown", properties)):
+        report.pytest_runtest_logreport(
+            pytest.TestReport(
+                *("a::B::test_d", ("a", 1, "d"), {}, "passed", None, when), user_properties=own
+            )
         )
-    )
-    assert str(report).endswith(" s\nit is slow")
+        if when == "call":
+            assert str(report).endswith(" s")
+    assert report.not_tested == ["cuda"]
+    assert str(report).endswith(" s\nit is slow\ncuda\n1 question NOT TESTED")
 
 
 @pytest.mark.parametrize(

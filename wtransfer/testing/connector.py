@@ -131,13 +131,13 @@ PARTICULARS = {
 """Attributes of requests on which KV cache depends, with two values each."""
 
 NOT_DAMAGED = (
-    "NOT TESTED whether damaged blocks are a miss: damage() has damaged nothing. Write `def "
+    "whether damaged blocks are a miss: damage() has damaged nothing. Write `def "
     "damage(self, bed)` in the subclass of the kit: change a byte of every block that the "
     "connector has saved, for example of each file in bed.folder, and return True"
 )
 """Reason of a skipped test."""
 ONE_GROUP = (
-    "NOT TESTED with two KV cache groups: the connector does not say supports_hma, so hosts refuse "
+    "two KV cache groups: the connector does not say supports_hma, so hosts refuse "
     "it for models with sliding windows. Keep the blocks of each group, as the guide to connectors "
     "says below its example, and write `supports_hma = True` in the class"
 )
@@ -166,7 +166,6 @@ class ConnectorConformance(ConformanceKit):
             fewer tokens at the end of a prefix are not expected to be loaded.
         module_path: Module of a connector whose name is registered nowhere.
         in_processes: True if a fresh process finds the connector by its name.
-        exhaustive: True: change the weights before every single call, which takes minutes.
     """
 
     connector: ClassVar[str] = ""
@@ -180,13 +179,12 @@ class ConnectorConformance(ConformanceKit):
     saved_block_size: ClassVar[int] = BLOCK_SIZE
     module_path: ClassVar[str | None] = None
     in_processes: ClassVar[bool] = True
-    exhaustive: ClassVar[bool] = False
     smoke_test = "test_one_prompt_is_served"
     _contract = (ConnectorScheduler, ConnectorWorker)
 
     def run_test(self, test: Callable[[], None]) -> None:
         """Run a test on a thread, whose time is bounded."""
-        times = HANGS_AFTER * (10 if self.exhaustive else 1)
+        times = HANGS_AFTER * (10 if self.is_long else 1)
         self.run_bounded(test, "a call of the connector", times)
 
     def options_in(self, folder: Path) -> dict[str, Any]:
@@ -266,7 +264,7 @@ class ConnectorConformance(ConformanceKit):
             return make_bed(settings)
 
         if not self._settings(EngineConfig(), tmp_path).connector_supports_hma:
-            pytest.skip(ONE_GROUP)
+            self.skip_not_tested(ONE_GROUP)
         return make
 
     @pytest.fixture
@@ -278,7 +276,9 @@ class ConnectorConformance(ConformanceKit):
     def start(self, tmp_path: Path) -> Iterator[Callable[..., Instance]]:
         """Start instances in processes that end with the test."""
         if not self.in_processes:
-            pytest.skip("in_processes is not set: other processes do not find the connector")
+            self.skip_not_tested(
+                "processes: in_processes is False, so others do not find the connector"
+            )
         settings = self._settings(EngineConfig(model=SIX_HEADS), tmp_path / "kept")
         with contextlib.ExitStack() as stack:
 
@@ -600,7 +600,7 @@ class ConnectorConformance(ConformanceKit):
         bed, prompt = make_hybrid_bed(EngineConfig(model=model)), _some_tokens(133)
         params = bed.produce(prompt)
         if not self.damage(bed):
-            pytest.skip(NOT_DAMAGED)
+            self.skip_not_tested(NOT_DAMAGED)
         before = bed.num_loaded
         bed.consume(prompt, params)
         loaded, whole = bed.num_loaded - before, 128
@@ -1042,7 +1042,7 @@ class ConnectorConformance(ConformanceKit):
         prompts = some_prompts(3)
         produced = [bed.produce(prompt) for prompt in prompts]
         if not self.damage(bed):
-            pytest.skip(NOT_DAMAGED)
+            self.skip_not_tested(NOT_DAMAGED)
         before = bed.num_loaded
         for prompt, params in zip(prompts, produced, strict=True):
             bed.consume(prompt, params)
@@ -1069,7 +1069,7 @@ class ConnectorConformance(ConformanceKit):
         prompt = some_prompts(1)[0]
         params = bed.produce(prompt)
         if not self.damage(bed):
-            pytest.skip(NOT_DAMAGED)
+            self.skip_not_tested(NOT_DAMAGED)
         bed.consumer.clear_cache()
         request = bed.submit_to_consumer(prompt, params)
         bed.run(request)
@@ -1101,7 +1101,10 @@ class ConnectorConformance(ConformanceKit):
         for prompt in [*prompts, *prompts]:
             bed.transfer(prompt)
         if not seen:
-            pytest.skip("weaken() is not overridden: blocks are not named by this hash function")
+            self.skip_not_tested(
+                "blocks whose names collide: write weaken(self, monkeypatch, hash_function) in the "
+                "subclass of the kit, which names blocks by that function"
+            )
         assert len(set(seen.values())) < len(seen), "there was no collision"
 
     @usually(
@@ -1267,9 +1270,8 @@ class ConnectorConformance(ConformanceKit):
     def test_weights_change_before_every_call(
         self, make_bed: MakeBed, seeds: tuple[int, ...]
     ) -> None:
-        """The weights change before every single call. Needs `exhaustive`."""
-        if not self.exhaustive:
-            pytest.skip("exhaustive is not set: this takes minutes")
+        """The weights change before every single call. Needs `is_long`."""
+        self.skip_unless_long()
         bed = make_bed(CHUNKED)
         for number, moment in enumerate(_moments(bed)):
             _change_at(bed, moment, seeds, number)

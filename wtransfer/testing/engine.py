@@ -149,9 +149,8 @@ class EngineConformance(ConformanceKit):
     # -- fixtures
 
     @pytest.fixture(autouse=True)
-    def _tensors_on_device(self, request: pytest.FixtureRequest) -> Iterator[None]:
+    def _tensors_on_device(self) -> Iterator[None]:
         """Create tensors on the device by default."""
-        self._item: pytest.Item = request.node
         with torch.device(self.device):
             yield
 
@@ -248,10 +247,10 @@ class EngineConformance(ConformanceKit):
         start = time.monotonic()
         _round_trip(made)
         cost_ms = (time.monotonic() - start) * 1e3 / NUM_SMALL
-        self._item.user_properties.append(("ms_per_small_tensor", cost_ms))
+        self.user_properties.append(("ms_per_small_tensor", cost_ms))
         if cost_ms > SLOW_TENSOR_MS:
             # Not a warning: many projects turn warnings into errors, and slowness is no error.
-            self._note(
+            self.note(
                 f"a small tensor takes {cost_ms:.1f} ms, more than {SLOW_TENSOR_MS:g} ms: send "
                 "tensors in buckets"
             )
@@ -286,7 +285,7 @@ class EngineConformance(ConformanceKit):
             f"{told}; then they came in one call, or its bucket is larger than {half}: {end}"
         )
         if not in_time:
-            self._note(f"{told}; if moving them is no progress of the trainer's source, {end}")
+            self.note(f"{told}; if moving them is no progress of the trainer's source, {end}")
 
     def _passes_on_in_time(self, fleet: MakeFleet, engine: str, watch: _Watch, nbytes: int) -> bool:
         """Run a round of tensors; return whether some came before the last one was read."""
@@ -585,8 +584,8 @@ class EngineConformance(ConformanceKit):
             if not strangers.sockets:
                 pytest.skip("the engine listens on no socket: there is nothing to dial")
             if type(self).dial_as_stranger is EngineConformance.dial_as_stranger:
-                self._note(
-                    "NOT TESTED: a stranger that speaks the engine's protocol; write "
+                self.not_tested(
+                    "a stranger that speaks the engine's protocol; write "
                     "dial_as_stranger(self, peer) in the subclass of the kit"
                 )
             assert [member.contents for member in members] == [contents(source)] * 2, _OTHER
@@ -609,7 +608,7 @@ class EngineConformance(ConformanceKit):
             try:
                 hosts = stack.enter_context(TwoHosts())
             except NoTwoHostsError as error:
-                pytest.skip(f"NOT TESTED: two hosts, which cannot be made here ({error})")
+                self.skip_not_tested(f"two hosts, which cannot be made here ({error})")
             engine = _on_two_hosts(hosts, worker_cls, twin_cls)
             made = fleet(source, engine=engine, **options)
             # Before the hosts are gone, on which its sides shut down.
@@ -619,12 +618,6 @@ class EngineConformance(ConformanceKit):
                 _publish(made, version)
                 assert member.contents == contents(source), _OTHER
                 source["weight"] += 1
-
-    def _note(self, text: str) -> None:
-        """Print a line in the terminal and in the report: a finding that is no failure."""
-        note = f"{type(self).__name__}: {text}"
-        self._item.user_properties.append(("note", note))
-        _print_line(self._item.config, note)
 
     def _check_leaves_nothing(self, live: Callable[[], None]) -> None:
         """Check that a life of a fleet, its end included, leaves nothing in the process."""
@@ -697,8 +690,8 @@ class EngineConformance(ConformanceKit):
         assert isinstance(twin_cls.init_info_cls, type)
         for device in devices:
             if device != torch.device(self.device).type:
-                self._note(
-                    f"NOT TESTED: {device}, which `devices` declares; run the kit again with "
+                self.not_tested(
+                    f"{device}, which `devices` declares; run the kit again with "
                     f'device = "{device}" where there is one'
                 )
 
@@ -990,16 +983,6 @@ def _in_time(is_so: Callable[[], bool], within_s: float = UNBLOCKED_WITHIN_S) ->
     while not is_so() and deadline.remaining():
         time.sleep(0.01)
     return is_so()
-
-
-def _print_line(config: pytest.Config, line: str) -> None:
-    """Print a line in the terminal of the run; without a terminal, print nothing."""
-    terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
-    capture: Any = config.pluginmanager.get_plugin("capturemanager")
-    if terminal is not None and capture is not None:
-        with capture.global_and_fixture_disabled():
-            terminal.ensure_newline()
-            terminal.write_line(line)
 
 
 class _Ledger(StateDictTarget):

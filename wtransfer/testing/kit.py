@@ -42,11 +42,19 @@ from wtransfer.errors import (
 )
 from wtransfer.registry.discovery import CORE
 from wtransfer.registry.resolve import registry
-from wtransfer.testing.pytest_plugin import KINDS, WARNED, Warned, choose
+from wtransfer.testing.pytest_plugin import (
+    KINDS,
+    NOT_TESTED,
+    NOTE,
+    WARNED,
+    Findings,
+    choose,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from types import FrameType
+    from typing import NoReturn
 
 T = TypeVar("T")
 Test = TypeVar("Test", bound="Callable[..., None]")
@@ -201,11 +209,13 @@ class ConformanceKit:
             these has to fail, and fails the run if it passes. Read by the pytest plug-in of
             wtransfer.
         deadline_s: Bound on waits, in seconds.
+        is_long: True: also the tests that take minutes, as ``--wtransfer-long`` says.
         smoke_test: Name of the kit's smoke test, whose body runs within `is_smoke_test`.
     """
 
     expected_failures: ClassVar[Mapping[str, str]] = {}
     deadline_s: ClassVar[float] = 10.0
+    is_long: ClassVar[bool] = False
     smoke_test: ClassVar[str] = ""
     _smoke_failed: ClassVar[type | None] = None
     _hung: ClassVar[dict[type, list[str]]] = {}
@@ -216,12 +226,41 @@ class ConformanceKit:
     _test_name: str | None = None
     _has_hung = False
     _calls: SerialThread
+    user_properties: list[tuple[str, Any]]
+    """Properties of the test that runs, as pytest reports them."""
 
     @pytest.fixture(autouse=True)
     def _call_on_one_thread(self) -> Iterator[None]:
         self._calls = SerialThread("kit")
         yield
         self._calls.stop()
+
+    @pytest.fixture(autouse=True)
+    def _keep_request(self, request: pytest.FixtureRequest) -> None:
+        self.user_properties = request.node.user_properties
+        self._asks_long = self.is_long or request.config.getoption("wtransfer_long", False)
+
+    def note(self, text: str) -> None:
+        """Add a finding that is no failure to the end of the run."""
+        self.user_properties.append((NOTE, f"{type(self).__name__}: {text}"))
+
+    def not_tested(self, what: str) -> None:
+        """Add a question that this test could not ask of the backend to the end of the run.
+
+        Args:
+            what: The question; and after a colon, what the author can give, so that it is asked.
+        """
+        self.user_properties.append((NOT_TESTED, f"{type(self).__name__}: NOT TESTED: {what}"))
+
+    def skip_not_tested(self, what: str) -> NoReturn:
+        """Skip a test that could not ask its question: see `not_tested`."""
+        self.not_tested(what)
+        pytest.skip(f"NOT TESTED: {what}")
+
+    def skip_unless_long(self) -> None:
+        """Skip a test that takes minutes, unless the run has been told to take them."""
+        if not self._asks_long:
+            pytest.skip("it takes minutes: run it with --wtransfer-long")
 
     @pytest.fixture(autouse=True)
     def _note_warnings(self, request: pytest.FixtureRequest) -> Iterator[None]:
@@ -471,10 +510,9 @@ class Report:
     """Messages by test, each with its hint, where the test has one."""
     skipped: dict[str, str] = field(default_factory=dict)
     """Reasons by test, expected failures among them."""
-    notes: list[str] = field(default_factory=list)
-    """Findings that are no failures, such as much time per tensor."""
-    warned: Warned = field(default_factory=Warned)
-    """Warnings and errors that the backend's own logger has had in this process."""
+    findings: Findings = field(default_factory=Findings)
+    """Findings that are no failures, such as much time per tensor; questions that could not be
+    asked; warnings and errors that the backend's own logger has had in this process."""
     seconds: float = 0.0
 
     @property
@@ -493,7 +531,12 @@ class Report:
         for text, names in tests.items():
             which = names[0] if len(names) == 1 else f"{len(names)} tests"
             lines.append(f"skipped {which}: {_indented(text)}")
-        return "\n".join([*lines, *self.notes, *self.warned.lines()])
+        return "\n".join([*lines, *self.findings.lines()])
+
+    @property
+    def not_tested(self) -> list[str]:
+        """Questions that could not be asked of the backend."""
+        return self.findings.not_tested
 
     # Hooks of pytest, by which the report fills itself.
 
@@ -505,7 +548,7 @@ class Report:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Record a test; a test whose teardown fails has failed, too."""
         name = report.nodeid.split("::", 2)[-1]
-        self.warned.take(report)
+        self.findings.take(report)
         if report.failed:
             earlier = [self.failed[name]] if name in self.failed else []
             self.failed[name] = "\n".join([*earlier, _message(report)])
@@ -515,7 +558,6 @@ class Report:
             self.skipped[name] = getattr(report, "wasxfail", "") or _message(report)
         elif report.when == "call":
             self.passed.append(name)
-            self.notes += [str(text) for key, text in report.user_properties if key == "note"]
 
 
 def check_engine(

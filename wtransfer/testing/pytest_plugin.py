@@ -22,8 +22,8 @@ PACKAGE = "wtransfer.testing"
 _CHOSEN = "_wtransfer_kit_classes"
 COLLECTED = Path(__file__).with_name("test_installed.py")
 _IS_RECENT = hasattr(pytest, "version_tuple")  # since 7.0
-WARNED = "wtransfer_warned"
-"""Property of a test with the warnings of a backend."""
+NOTE, NOT_TESTED, WARNED = "wtransfer_note", "wtransfer_not_tested", "wtransfer_warned"
+"""Properties of a test: a finding, a question that it could not ask, a backend's warning."""
 NUM_DURATIONS = 10
 """Slowest tests to name at the end."""
 
@@ -31,10 +31,14 @@ NUM_DURATIONS = 10
 pytest.register_assert_rewrite(*(f"{PACKAGE}.{name}" for name in (*KINDS, "kit", "policy")))
 
 
-class Warned:
-    """Warnings of the backends' own loggers, each with the number of tests that had it."""
+class Findings:
+    """What tests of kits have to tell that is no failure."""
 
     def __init__(self) -> None:
+        self.notes: list[str] = []
+        """Findings, such as much time per tensor."""
+        self.not_tested: list[str] = []
+        """Questions that could not be asked of the backend."""
         self._said: dict[str, str] = {}
         self._counts: dict[str, int] = {}
 
@@ -46,22 +50,46 @@ class Warned:
                     key, text = said
                     self._said.setdefault(key, text)
                     self._counts[key] = self._counts.get(key, 0) + 1
+                elif name in (NOTE, NOT_TESTED):
+                    known = self.notes if name == NOTE else self.not_tested
+                    # Several tests may lack the same.
+                    known += [] if said in known else [said]
+
+    def warned(self) -> list[str]:
+        """Return a line for each warning of a backend's own logger, and in how many tests."""
+        return [f"{text} (in {self._counts[key]} tests)" for key, text in self._said.items()]
 
     def lines(self) -> list[str]:
-        """Return a line for each."""
-        return [f"{text} (in {self._counts[key]} tests)" for key, text in self._said.items()]
+        """Return all of them; the last line says how many questions were not asked."""
+        number = len(self.not_tested)
+        last = [f"{number} question{'s' * (number > 1)} NOT TESTED"] if number else []
+        return [*self.warned(), *self.notes, *self.not_tested, *last]
+
+
+def pytest_report_teststatus(report: Any) -> tuple[str, str, str] | None:
+    """Count the tests that could not ask a question in the last line of the run."""
+    is_over = getattr(report, "when", "") == "teardown" and report.passed
+    if is_over and any(name == NOT_TESTED for name, _ in report.user_properties):
+        return "NOT TESTED", "", ""
+    return None
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Show what the loggers of backends have said while their kits ran."""
-    warned = Warned()
+    """Show what tests of kits have found that is no failure, and what they could not ask."""
+    findings = Findings()
     for reports in terminalreporter.stats.values():
         for report in reports:
-            warned.take(report)
-    if lines := warned.lines():
-        terminalreporter.section("said by the backends' own loggers")
-        for line in lines:
-            terminalreporter.line(line)
+            findings.take(report)
+    parts = {
+        "said by the backends' own loggers": findings.warned(),
+        "found by the kits": findings.notes,
+        "NOT TESTED": findings.not_tested,
+    }
+    for title, lines in parts.items():
+        if lines:
+            terminalreporter.section(title)
+            for line in lines:
+                terminalreporter.line(line)
 
 
 def choose(config: pytest.Config, classes: list[type[Any]]) -> None:
@@ -95,6 +123,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="KEY=VALUE",
         help="Option of the backend: VALUE is JSON, else a text, in which {folder} is an empty "
         "folder of each test. Repeatable.",
+    )
+    group.addoption(
+        "--wtransfer-long",
+        action="store_true",
+        help="Run also the tests of the kits that take minutes.",
     )
     group.addoption(
         "--wtransfer-attribute",

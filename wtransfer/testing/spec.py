@@ -213,7 +213,10 @@ class SpecConformance(ConformanceKit):
     def small_host(self, host: MakeHost) -> SpecHost:
         """Make a host whose tier is smaller than its cache."""
         if not self.size_option:
-            pytest.skip("size_option is not given: this tier cannot be made small")
+            self.skip_not_tested(
+                "a full tier: size_option = ... in the subclass of the kit names the option that "
+                "bounds the size in bytes"
+            )
         return self.run_bounded(lambda: host(num_kept=NUM_FEW), "a constructor")
 
     def _options_for(self, geometry: Geometry, num_kept: int) -> dict[str, Any]:
@@ -333,8 +336,8 @@ class SpecConformance(ConformanceKit):
         assert prepared is not None
         memory = self.reach(made.worker, prepared.store_spec)
         if memory is None:
-            pytest.skip(
-                "NOT TESTED whether damaged blocks are refused: reach() has returned None. Write "
+            self.skip_not_tested(
+                "whether damaged blocks are refused: reach() has returned None. Write "
                 "`def reach(self, worker, where): return memoryview(...)` in the subclass of the "
                 "kit: the bytes, in memory or in a mapped file, that the worker keeps of the block "
                 "that it has stored at `where`"

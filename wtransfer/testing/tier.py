@@ -228,7 +228,9 @@ class TierConformance(ConformanceKit):
     ) -> Iterator[Callable[[], Any]]:
         """Open the tier in processes, which end with the test."""
         if not self.in_processes:
-            pytest.skip("in_processes is not set: other processes do not reach the store")
+            self.skip_not_tested(
+                "processes: in_processes is False, so others do not reach the store"
+            )
         place = TierPlace(self.tier) if self.tier else TierPlace.of(found_cls)
         processes: list[TierProcess] = []
 
@@ -719,7 +721,10 @@ class TierConformance(ConformanceKit):
     ) -> None:
         """More values are put than `size_option` has room for; no more than fit are kept."""
         if not self.size_option:
-            pytest.skip("size_option is not set: it is not tested whether kept bytes are bounded")
+            self.skip_not_tested(
+                "whether kept bytes are bounded: size_option = ... in the subclass of the kit "
+                "names the option that bounds them"
+            )
         most, nbytes = 8, 2**16
         bound = {self.size_option: most * nbytes}
         user = TierUser(open_tier(found_cls, {**copy.deepcopy(tier_options), **bound}))
