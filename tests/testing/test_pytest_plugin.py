@@ -365,3 +365,11 @@ def test_warnings_of_the_backends_own_logger_are_in_the_summary(run):
     assert "WARNING of test_mine: put 1000 bytes (in 2 tests)" in summary
     assert "not the backend's" not in summary
     assert "2 passed" in summary
+
+
+def test_backend_whose_import_changes_the_process_is_caught(run):
+    done = run(f"import os\nos.environ['ACME'] = 'yes'\n{WARNS}", "-p", PLUGIN, "-k", "test_import")
+    said = "as test_mine.py is imported: the variable ACME is 'yes', and was not set"
+    assert said in done.stdout
+    assert "Usually this means that the module does at its top what belongs into" in done.stdout
+    assert done.returncode == 1

@@ -22,7 +22,6 @@ window. Tests cannot be overridden; state the tests that it may fail, each with 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import itertools
@@ -58,6 +57,7 @@ from wtransfer.testing.kit import (
     ConformanceKit,
     checked_stats,
     fallen_counters,
+    kit_zygote,
     recorded_unpickling,
     registered_name,
     usually,
@@ -71,13 +71,12 @@ from wtransfer.testing.mini_engine.contract import (
     block_numbers,
 )
 from wtransfer.testing.mini_engine.engine import LocalExecutor, MiniEngine
-from wtransfer.testing.mini_engine.instance import MODULES, Instance
+from wtransfer.testing.mini_engine.instance import Instance
 from wtransfer.testing.mini_engine.model import LocalWeights
 from wtransfer.testing.mini_engine.reference import reference_output, some_prompts
 from wtransfer.testing.mini_engine.scheduler import Scheduler
 from wtransfer.testing.mini_engine.serialize import deserialize, serialize
 from wtransfer.testing.mini_engine.worker import Worker
-from wtransfer.testing.zygote import Zygote
 from wtransfer.weight_version import process_weights
 
 if TYPE_CHECKING:
@@ -1778,14 +1777,6 @@ class ConnectorTestBed:
 
 
 # -- processes
-
-
-@functools.cache
-def kit_zygote() -> Zygote:
-    """Return the process whose children are instances, ranks and tiers: one for all kits."""
-    zygote = Zygote(preload=["torch", *MODULES])
-    atexit.register(zygote.close)
-    return zygote
 
 
 def _check_answer(prompt: list[int], answer: Answer, seed: int = 0) -> None:

@@ -12,12 +12,14 @@ A backend is tested by a subclass of its kit in a test module, by
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import difflib
 import functools
 import importlib
 import inspect
 import io
+import json
 import logging
 import os
 import re
@@ -50,16 +52,21 @@ from wtransfer.testing.pytest_plugin import (
     Findings,
     choose,
 )
+from wtransfer.testing.zygote import Zygote
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from types import FrameType
     from typing import NoReturn
 
+    from wtransfer.testing.zygote import Child
+
 T = TypeVar("T")
 Test = TypeVar("Test", bound="Callable[..., None]")
 
 
+IMPORT_S = 60.0
+"""Time for the import of a backend in a process that has torch, in seconds."""
 MAX_HUNG = 3
 """Tests of a backend that may hang before its other tests are skipped."""
 HANGS_AFTER = 6
@@ -196,6 +203,14 @@ def _hint(error: BaseException, own: str) -> str:
     return own
 
 
+@functools.cache
+def kit_zygote() -> Zygote:
+    """Return the process whose children are instances, ranks and tiers: one for all kits."""
+    zygote = Zygote(preload=["torch", "wtransfer.testing.mini_engine.instance"])
+    atexit.register(zygote.close)
+    return zygote
+
+
 class ConformanceKit:
     """Base of the kits.
 
@@ -271,18 +286,48 @@ class ConformanceKit:
         logger.removeHandler(warned)
         request.node.user_properties += [(WARNED, said) for said in warned.said.items()]
 
+    def _backend(self) -> type | None:
+        """Return the class that is tested; None: it cannot be loaded, or is not stated."""
+        for kind, group in (*KINDS.items(), ("policy", "")):
+            stated: type | None = getattr(self, f"{kind}_cls", None)
+            if stated is not None:
+                return stated
+            if group and (name := getattr(self, kind, "")):
+                with contextlib.suppress(PluginError):
+                    return registry(group).get(name)
+        return None
+
     def _logger_name(self) -> str:
         """Return the name of the backend's logger: of its package, or of a module of ours."""
-        found = None
-        for kind, group in (*KINDS.items(), ("policy", "")):
-            name = getattr(self, kind, "")
-            found = found or getattr(self, f"{kind}_cls", None)
-            if not found and name and group:
-                with contextlib.suppress(PluginError):
-                    found = registry(group).get(name)
-        module = getattr(found, "__module__", "") or __name__
+        module = getattr(self._backend(), "__module__", "") or __name__
         top = module.partition(".")[0]
         return module if top == CORE else top
+
+    @usually(
+        "the module does at its top what belongs into a constructor, or into the first call that "
+        "needs it: hosts import a backend to look at it, and fork afterwards"
+    )
+    def test_import_leaves_the_process_as_it_was(
+        self, wtransfer_spawn: Callable[..., Child], tmp_path: Path
+    ) -> None:
+        """Settings that all modules share stay; no thread, socket, process or file is left."""
+        backend = self._backend()
+        name = getattr(backend, "__module__", "") or getattr(self, "module_path", None) or ""
+        file = getattr(sys.modules.get(name), "__file__", None) or ""
+        # A script would run the kit again.
+        if not name or name == "__main__":
+            self.skip_not_tested("what the import does: put the backend into a module of its own")
+        folder, told = tmp_path / "current", tmp_path / "told"
+        folder.mkdir()
+        asked = (os.getpid(), name, file, sys.path, str(folder))
+        wtransfer_spawn("wtransfer.testing.import_effects:tell", *asked, stdout=told).wait(IMPORT_S)
+        answer = json.loads(told.read_text("utf-8").splitlines()[-1])
+        if "error" in answer:
+            self.skip_not_tested(
+                f"what the import does: another process cannot import {name} ({answer['error']})"
+            )
+        what = Path(file).name or name
+        assert not answer["changed"], f"as {what} is imported: {'; '.join(answer['changed'])}"
 
     def run_test(self, test: Callable[[], None]) -> None:
         """Run the body of a test that has a hint; a kit may bound its time by `run_bounded`."""

@@ -78,6 +78,9 @@ class PolicyConformance(ConformanceKit):
     @pytest.fixture
     def make(self) -> MakePolicy:
         """Make policies of the class that is tested, for a number of blocks."""
+        return self._backend()
+
+    def _backend(self) -> type[CachePolicy]:
         return self.policy_cls or policy_class(self.policy)
 
     # -- candidates for eviction

@@ -92,6 +92,12 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
                 terminalreporter.line(line)
 
 
+@pytest.fixture(scope="session")
+def wtransfer_spawn() -> Any:
+    """What forks a process for a kit; begun before a test counts what is open."""
+    return importlib.import_module(f"{PACKAGE}.kit").kit_zygote().spawn
+
+
 def choose(config: pytest.Config, classes: list[type[Any]]) -> None:
     """Set the classes that `test_installed` has in a run."""
     # Not in config.stash: pytest before version 7 has none, and must run without a kit.

@@ -51,13 +51,13 @@ from wtransfer.testing.connector import (
     SIX_HEADS,
     ConnectorTestBed,
     RecordedInstance,
-    kit_zygote,
 )
 from wtransfer.testing.connector import SMALL as SMALL_MODEL
 from wtransfer.testing.kit import (
     ConformanceKit,
     checked_stats,
     fallen_counters,
+    kit_zygote,
     recorded_unpickling,
     registered_name,
     usually,
