@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import json
 import logging
-import multiprocessing
 import os
 import random
 import signal
@@ -107,7 +106,6 @@ def _settings() -> dict[str, Any]:
         "sys.getrecursionlimit()": sys.getrecursionlimit(),
         "the level of the root logger": logging.getLogger().level,
         "the handlers of the root logger": list(logging.getLogger().handlers),
-        "multiprocessing.get_start_method()": multiprocessing.get_start_method(allow_none=True),
         "the state of `random`": hash(random.getstate()),
         "torch.initial_seed()": torch.initial_seed(),
         "torch.get_num_threads()": torch.get_num_threads(),
