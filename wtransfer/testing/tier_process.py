@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 import importlib.util
 import inspect
+import mmap
+import resource
 import sys
+import time
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -77,6 +83,13 @@ class TierUser:
     def remove(self, keys: Sequence[bytes]) -> None:
         """Remove keys."""
         self.tier.remove(keys)
+
+    def tried(self, name: str, *args: Any) -> tuple[bool, Any]:
+        """Make a call; return True and what it has returned, or False and the error's text."""
+        try:
+            return True, getattr(self, name)(*args)
+        except Exception as error:
+            return False, f"{type(error).__name__}: {error}"
 
     def close(self) -> None:
         """Close the tier."""
@@ -216,22 +229,68 @@ def run_tier(address: str) -> None:
             while True:
                 call = channel.receive(_CALLS)
                 if call.name == "put_until_killed":
-                    keys, nbytes = call.args
-                    _put_until_killed(user, keys, nbytes, lambda: channel.send(True))
-                channel.send(getattr(user, call.name)(*call.args))
+                    _put_until_killed(user, *call.args, notify=channel.send)
+                own = {"bound_files": _bound_files, "drop_override": _drop_override}
+                channel.send(own.get(call.name, partial(_call, user, call.name))(*call.args))
         finally:
             user.close()
 
 
+def _call(user: TierUser, name: str, *args: Any) -> Any:
+    return getattr(user, name)(*args)
+
+
 def _put_until_killed(
-    user: TierUser, keys: list[bytes], nbytes: int, notify: Callable[[], None]
+    user: TierUser, keys: list[bytes], nbytes: int, noted: str, notify: Callable[[float], None]
 ) -> None:
-    """Put one value after the other under each key; notify once each has one."""
+    """Put one value after the other under each key.
+
+    Args:
+        user: The tier.
+        keys: The keys.
+        nbytes: Bytes of each value.
+        noted: File whose first byte is 1 while a put is under way, also after the kill.
+        notify: Called once each key has a value, with the duration of a put, in seconds.
+    """
     values = [value_of(number, nbytes) for number in range(NUM_ROUNDS)]
+    began = time.monotonic()
     for key in keys:
         user.put(key, values[0])
-    notify()
-    while True:
-        for value in values:
-            for key in keys:
-                user.put(key, value)
+    duration = (time.monotonic() - began) / len(keys)
+    with Path(noted).open("r+b") as file, mmap.mmap(file.fileno(), 1) as note:
+        notify(duration)
+        while True:
+            for value in values:
+                for key in keys:
+                    note[0] = 1
+                    user.put(key, value)
+                    note[0] = 0
+
+
+def _bound_files(most: int | None) -> None:
+    """Let every write behind this many bytes of a file fail, as on a full disk; None: none."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    soft = hard if most is None else most
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class _CapHeader(ctypes.Structure):
+    _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
+
+
+class _CapData(ctypes.Structure):
+    _fields_ = (
+        ("effective", ctypes.c_uint32),
+        ("permitted", ctypes.c_uint32),
+        ("inheritable", ctypes.c_uint32),
+    )
+
+
+def _drop_override() -> None:
+    """Let modes of files hold for this process, also where its user is root."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc, header, data = ctypes.CDLL(None), _CapHeader(0x20080522, 0), (_CapData * 2)()
+        libc.capget(ctypes.byref(header), data)
+        # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH.
+        data[0].effective &= ~0b110
+        libc.capset(ctypes.byref(header), data)
