@@ -47,7 +47,9 @@ def held_up(folder: Path) -> Iterator[Callable[[], bool] | None]:
         Whether one was opened; None where no file can be held up.
     """
     command = [sys.executable, "-I", "-S", "-c", _HOLDER, *map(str, files_of(folder))]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+    with subprocess.Popen(  # noqa: S603  # no shell
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
         assert holder.stdin
         assert holder.stdout
         out = holder.stdout

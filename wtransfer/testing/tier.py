@@ -144,7 +144,7 @@ NUM_TURNS = 25
 QUIET_S = 0.2
 """Duration of the watch for late writes, in seconds."""
 FAULTS = ("full", "read-only", "gone")
-"""Faults of a store, beside that it is slow; "gone" is over at once, and then the store is empty."""
+"""Faults of a store, beside that it is slow: see `TierConformance.fault`."""
 NUM_FULL = 20
 """Calls of `put` that fail."""
 NUM_KEYS = 1000
@@ -215,6 +215,7 @@ class TierConformance(ConformanceKit):
                 from then on it is an empty one.
         """
         del kind
+        return None
 
     # -- fixtures
 
@@ -551,7 +552,7 @@ class TierConformance(ConformanceKit):
             assert call.done.wait(self.deadline_s), "get() hangs though the store answers again"
         for number, value in enumerate(values):
             _wait_until(
-                lambda key=key_of(number), value=value: _content(user, key, value) == _RIGHT,
+                functools.partial(_has, user, key_of(number), value),
                 "a value to be found, though the store answers again",
                 self.deadline_s,
             )
@@ -776,7 +777,7 @@ class TierConformance(ConformanceKit):
         user, nbytes, shared = open_tier(), 2**16, key_of(0)
         of_thread = [value_of(number, nbytes) for number in range(NUM_THREADS)]
         begin = threading.Barrier(NUM_THREADS)
-        beside = _Beside(user.tier)
+        beside: Any = _Beside(user.tier)
         user.tier = beside
         end = Deadline(self.deadline_s)
 
@@ -821,7 +822,7 @@ class TierConformance(ConformanceKit):
         writer, reader, nbytes = open_tier(), open_tier(), 2**20 + 3
         values = [value_of(number, nbytes) for number in range(2)]
         writer.put(key_of(0), values[0])
-        beside = _Beside(writer.tier)
+        beside: Any = _Beside(writer.tier)
         writer.tier = beside
         now, is_over, num_beside = [0], threading.Event(), 0
 
@@ -998,8 +999,9 @@ class TierConformance(ConformanceKit):
         with self._brought_about(kind, folder, own, process):
             puts = [user.tried("put", keys[n % 4], new[n % 3])[0] for n in range(NUM_FULL)]
             found = [user.tried("get", key, nbytes) for key in keys]
-            user.tried("contains", keys)
-            user.tried("remove", [key_of(9)])
+            for each in (user, other):
+                each.tried("contains", keys)
+                each.tried("remove", [key_of(9)])
         whole = {None, *old, *new}
         are_whole = all(not is_done or value in whole for is_done, value in found)
         assert are_whole, f"get() returns bytes that were not put, while the store is {kind}"
@@ -1522,6 +1524,10 @@ def _content(user: Any, key: bytes, value: bytes) -> str:
         return _RIGHT
     pairs = enumerate(zip(found, value, strict=True))
     return f"other bytes, from byte {next(n for n, (one, other) in pairs if one != other)} on"
+
+
+def _has(user: Any, key: bytes, value: bytes) -> bool:
+    return _content(user, key, value) == _RIGHT
 
 
 def _check_kept(user: TierUser, values: Mapping[bytes, bytes]) -> None:

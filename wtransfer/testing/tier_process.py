@@ -229,29 +229,25 @@ def run_tier(address: str) -> None:
             while True:
                 call = channel.receive(_CALLS)
                 if call.name == "put_until_killed":
-                    _put_until_killed(user, *call.args, notify=channel.send)
-                own = {"bound_files": _bound_files, "drop_override": _drop_override}
-                channel.send(own.get(call.name, partial(_call, user, call.name))(*call.args))
+                    _put_until_killed(user, call.args, channel.send)
+                made: Any = _OF_THE_PROCESS.get(call.name) or getattr(user, call.name)
+                channel.send(made(*call.args))
         finally:
             user.close()
 
 
-def _call(user: TierUser, name: str, *args: Any) -> Any:
-    return getattr(user, name)(*args)
-
-
 def _put_until_killed(
-    user: TierUser, keys: list[bytes], nbytes: int, noted: str, notify: Callable[[float], None]
+    user: TierUser, args: tuple[list[bytes], int, str], notify: Callable[[float], None]
 ) -> None:
     """Put one value after the other under each key.
 
     Args:
         user: The tier.
-        keys: The keys.
-        nbytes: Bytes of each value.
-        noted: File whose first byte is 1 while a put is under way, also after the kill.
+        args: The keys; bytes of each value; and a file whose first byte is 1 while a put is under
+            way, also after the kill.
         notify: Called once each key has a value, with the duration of a put, in seconds.
     """
+    keys, nbytes, noted = args
     values = [value_of(number, nbytes) for number in range(NUM_ROUNDS)]
     began = time.monotonic()
     for key in keys:
@@ -294,3 +290,6 @@ def _drop_override() -> None:
         # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH.
         data[0].effective &= ~0b110
         libc.capset(ctypes.byref(header), data)
+
+
+_OF_THE_PROCESS = {"bound_files": _bound_files, "drop_override": _drop_override}
