@@ -117,6 +117,16 @@ def open_listeners() -> set[str]:
     return found
 
 
+def beyond_loopback(addresses: set[str], options: object) -> list[str]:
+    """Return the addresses that others than this host reach, but for those that options name."""
+    named, found = repr(options), []
+    for address in sorted(addresses):
+        host = address.rpartition(":")[0]
+        is_local = ipaddress.ip_address(host.removeprefix("::ffff:")).is_loopback
+        found += [] if is_local or repr(host) in named else [address]
+    return found
+
+
 _opened: set[str] = set()
 """Names in ``/dev/shm`` that this process has opened."""
 

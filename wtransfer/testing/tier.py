@@ -25,7 +25,6 @@ import contextlib
 import copy
 import functools
 import gc
-import ipaddress
 import itertools
 import mmap
 import random
@@ -68,7 +67,7 @@ from wtransfer.testing.kit import (
     registered_name,
     usually,
 )
-from wtransfer.testing.leftovers import Leftovers, open_listeners
+from wtransfer.testing.leftovers import Leftovers, beyond_loopback, open_listeners
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig
 from wtransfer.testing.mini_engine.engine import make_engine
 from wtransfer.testing.mini_engine.model import LocalWeights, PagedTransformer
@@ -558,9 +557,9 @@ class TierConformance(ConformanceKit):
             )
         if not (was_met and given_up):
             self.not_tested(
-                "what get() does once it has given up: it has waited for as long as the store; "
-                "slow_options = {...} in the subclass of the kit gives it a shorter time-out, or "
-                "gives_up_within_s = ... the kit more patience"
+                "what get() does once it has given up: it has waited for as long as the store; if "
+                "it has a time-out, slow_options = {...} in the subclass of the kit makes that "
+                "shorter, or gives_up_within_s = ... lets the kit wait for longer"
             )
         if not found_cls.writes_after_get:
             _check_quiet(memory[given_up], "`into` has changed after get() had given up")
@@ -1123,15 +1122,7 @@ class TierConformance(ConformanceKit):
         user = open_tier()
         user.tier.register_memory(np.zeros(2**16, np.uint8).data)
         _use(user, key_of(1))
-        named = repr(tier_options)
-        beyond = [
-            address
-            for address in open_listeners() - before
-            if not ipaddress.ip_address(
-                address.rpartition(":")[0].removeprefix("::ffff:")
-            ).is_loopback
-            and address.rpartition(":")[0] not in named
-        ]
+        beyond = beyond_loopback(open_listeners() - before, tier_options)
         assert beyond == [], "it listens where others than this host reach it"
 
     # -- blocks over the tier
