@@ -845,15 +845,16 @@ class SpecConformance(ConformanceKit):
         made, numbers = host(TINY, num_kept=NUM_FEW), itertools.count()
 
         def live(num_requests: int) -> None:
-            for _ in range(num_requests):
-                ctx, key = made.request(), key_of(next(numbers) % NUM_FEW)
+            for number in itertools.islice(numbers, num_requests):
+                ctx, key = made.request(), key_of(number % NUM_FEW)
                 made.manager.lookup(key_of(10**6), ctx)
                 made.store([key], [0], ctx)
                 assert made.load([key], [1], ctx), _NOT_LOADED
                 made.manager.on_request_finished(ctx)
                 list(made.manager.take_events())
                 made.forget_results()
-                if next(numbers) % (2 * NUM_FEW) == 0:
+                # In the rounds between, nothing is new.
+                if number % (2 * NUM_FEW) == 0:
                     made.manager.reset_cache()
 
         was_tracing = tracemalloc.is_tracing()
