@@ -560,6 +560,22 @@ class TestHoldsAllValues(MemoryTier):
 
 
 @broken(
+    "test_memory_of_removed_keys_is_let_go",
+    says="50,000 keys that were removed hold ",
+    passes=("test_replaced_values_are_let_go", "test_calls_leave_nothing"),
+    is_long=True,
+)
+class TestRemembersEveryKey(MemoryTier):
+    def __init__(self, options):
+        super().__init__(options)
+        self.missed = {}
+
+    def contains(self, keys):
+        self.missed.update((key, time.monotonic()) for key in keys if key not in self.kept)
+        return super().contains(keys)
+
+
+@broken(
     "test_nothing_is_unpickled",
     says="functions of the module pickle were called",
     passes=("test_put_replaces",),
