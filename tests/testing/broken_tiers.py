@@ -278,6 +278,7 @@ class Slow(FileTier):
     says="`into` has changed after get() had given up",
     hints="a thread or a device of the client goes on filling `into` after a time-out",
     passes=("test_get_that_declares_it_writes_nothing_after_its_return",),
+    gives_up_within_s=10.0,
 )
 class TestFillsLater(Slow): ...
 
@@ -286,6 +287,7 @@ class TestFillsLater(Slow): ...
     "test_get_that_gives_up_leaves_into_alone",
     says="`into` has changed after get() had given up",
     passes=("test_get_that_declares_it_writes_nothing_after_its_return",),
+    gives_up_within_s=10.0,
 )
 class TestRaisesAndFillsLater(Slow):
     def give_up(self):
@@ -296,6 +298,7 @@ class TestRaisesAndFillsLater(Slow):
     "test_get_that_gives_up_leaves_into_alone",
     says="`into` has changed after get() had given up",
     passes=("test_many_equal_singles",),
+    gives_up_within_s=10.0,
 )
 class TestFillsManyLater(Slow):
     def get(self, key, into):

@@ -126,7 +126,7 @@ LARGE = Geometry(num_layers=2, page_nbytes=2**23, num_blocks=2)
 """Blocks whose copies take milliseconds: far longer than to begin one."""
 _OTHER_BYTES = "other bytes were loaded than were stored"
 _NOT_LOADED = "a block that was stored could not be loaded"
-TINY = Geometry(num_layers=2, page_nbytes=64)
+TINY = Geometry(num_layers=2, page_nbytes=2**12)
 """Blocks whose copies take next to no time."""
 NUM_REQUESTS = 1000
 """Requests that shall leave nothing."""
@@ -821,7 +821,10 @@ class SpecConformance(ConformanceKit):
             made.store([key_of(number)], [0])
             assert made.load([key_of(number)], [1]), _NOT_LOADED
             made.manager.reset_cache()
-        assert fallen_counters(before, _stats(made)) == [], "counters that have fallen"
+        after = _stats(made)
+        assert fallen_counters(before, after) == [], "counters that have fallen"
+        if not after:
+            pytest.skip("this spec has no statistics")
 
     # -- what it costs
 
@@ -842,7 +845,7 @@ class SpecConformance(ConformanceKit):
     @usually("what is kept for a request or a job is not dropped at its end")
     def test_requests_leave_nothing(self, host: MakeHost) -> None:
         """Memory, threads and descriptors stay, over a thousand requests."""
-        made, numbers = host(FEW, num_kept=NUM_FEW), itertools.count()
+        made, numbers = host(TINY, num_kept=NUM_FEW), itertools.count()
 
         def live(num_requests: int) -> None:
             for number in itertools.islice(numbers, num_requests):

@@ -533,9 +533,9 @@ class TierConformance(ConformanceKit):
         values = [value_of(number, nbytes) for number in range(2)]
         for number, value in enumerate(values):
             user.put(key_of(number), value)
-        memory = np.full((2, nbytes), _GUARD, np.uint8)
-        end = Deadline(self.gives_up_within_s)
+        memory, before = np.full((2, nbytes), _GUARD, np.uint8), set(threading.enumerate())
         with self._brought_about("slow", folder, self.fault("slow")) as is_met:
+            end = Deadline(self.gives_up_within_s)
             calls = [
                 start_call(lambda: user.tier.get(key_of(0), memory[0].data), "kit"),
                 start_call(lambda: user.tier.get_many([(key_of(1), memory[1].data)])[0], "kit"),
@@ -562,6 +562,10 @@ class TierConformance(ConformanceKit):
                 "shorter, or gives_up_within_s = ... lets the kit wait for longer"
             )
         if not found_cls.writes_after_get:
+            # A thread of the tier may be late on a machine that is busy.
+            late = Deadline(5 * QUIET_S)
+            while set(threading.enumerate()) - before and not late.expired:
+                time.sleep(QUIET_S / 10)
             _check_quiet(memory[given_up], "`into` has changed after get() had given up")
 
     @usually("get() writes whole words, pages or records, or to the memory that `into` is part of")
@@ -1074,6 +1078,8 @@ class TierConformance(ConformanceKit):
             after = checked_stats(user.tier.get_stats(), "tier")
             assert fallen_counters(before, after) == [], "counters that have fallen"
             before = after
+        if not before:
+            pytest.skip("this tier has no statistics")
 
     @usually("close() of a closed object, or of one that was never used, uses what is not there")
     def test_close_is_idempotent(self, open_tier: OpenTier, key_of: KeyOf) -> None:
