@@ -253,6 +253,11 @@ class TestReportsLargeLoadsAtOnce(MemorySpecWorker):
         self.jobs[job_id].set_result(0)
         return begun
 
+    def load(self, cache, slots):
+        # As long as a slow disk takes.
+        time.sleep(0.2 if self.pages[0][0][0].nbytes >= 2**20 else 0)
+        return super().load(cache, slots)
+
 
 @broken(
     "test_finished_job_has_moved_all_bytes[store]",
@@ -269,7 +274,7 @@ class TestReportsAStoreAtItsFirstPage(MemorySpecWorker):
                 return
             time.sleep(0.005)
             begun.set_result(0)
-            time.sleep(0.05)
+            time.sleep(0.2)
             self.store(src_spec, dst_spec)
 
         self.thread.submit(store)

@@ -860,10 +860,7 @@ class SpecConformance(ConformanceKit):
                 if self.size_option and number % (2 * NUM_FEW) == 0:
                     made.manager.reset_cache()
 
-        was_tracing = tracemalloc.is_tracing()
-        if not was_tracing:
-            tracemalloc.start()
-        try:
+        with traced_memory():
             # The first requests fill caches.
             live(NUM_REQUESTS // 4)
             gc.collect()
@@ -871,9 +868,6 @@ class SpecConformance(ConformanceKit):
             live(NUM_REQUESTS)
             gc.collect()
             grown = tracemalloc.get_traced_memory()[0] - before
-        finally:
-            if not was_tracing:
-                tracemalloc.stop()
         leftovers.check(self.ends_within_s)
         assert grown < 64 * NUM_REQUESTS, f"{NUM_REQUESTS} requests hold {grown:,} bytes"
 
@@ -1231,6 +1225,19 @@ def _layer_names(geometry: Geometry, group: int) -> tuple[str, ...]:
 def key_of(number: int, group: int = 0) -> OffloadKey:
     """Return the key of a block, as hosts have them: fenced, with hash and group."""
     return fence_key(make_offload_key(number.to_bytes(32, "big"), group), "weights of the kit")
+
+
+@contextlib.contextmanager
+def traced_memory() -> Iterator[None]:
+    """Trace the memory that Python takes."""
+    was_tracing = tracemalloc.is_tracing()
+    if not was_tracing:
+        tracemalloc.start()
+    try:
+        yield
+    finally:
+        if not was_tracing:
+            tracemalloc.stop()
 
 
 def _durations(manager: OffloadingManager, host: SpecHost) -> dict[str, float]:
