@@ -1130,9 +1130,12 @@ class TierConformance(ConformanceKit):
         """It listens at loopback addresses alone, but for those that its options name."""
         before = open_listeners()
         user = open_tier()
-        user.tier.register_memory(np.zeros(2**16, np.uint8).data)
+        memory = np.zeros(2**16, np.uint8)
+        user.tier.register_memory(memory.data)
         _use(user, key_of(1))
         beyond = beyond_loopback(open_listeners() - before, tier_options)
+        # The memory outlives it.
+        user.close()
         assert beyond == [], "it listens where others than this host reach it"
 
     # -- blocks over the tier

@@ -11,6 +11,7 @@ import mmap
 import resource
 import sys
 import time
+import traceback
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -20,7 +21,7 @@ import msgspec
 import numpy as np
 
 from wtransfer.deadline import Deadline
-from wtransfer.errors import StallError
+from wtransfer.errors import StallError, WTransferError
 from wtransfer.registry.resolve import registry
 from wtransfer.specs.tier import open_tier
 from wtransfer.testing.mini_engine.channel import (
@@ -31,7 +32,7 @@ from wtransfer.testing.mini_engine.channel import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import ModuleType
 
     from wtransfer.specs.interface import Tier
@@ -228,12 +229,26 @@ def run_tier(address: str) -> None:
             channel.send(True)
             while True:
                 call = channel.receive(_CALLS)
-                if call.name == "put_until_killed":
-                    _put_until_killed(user, call.args, channel.send)
-                made: Any = _OF_THE_PROCESS.get(call.name) or getattr(user, call.name)
-                channel.send(made(*call.args))
+                with _named(call.name):
+                    if call.name == "put_until_killed":
+                        _put_until_killed(user, call.args, channel.send)
+                    made: Any = _OF_THE_PROCESS.get(call.name) or getattr(user, call.name)
+                    answer = made(*call.args)
+                channel.send(answer)
         finally:
             user.close()
+
+
+@contextlib.contextmanager
+def _named(call: str) -> Iterator[None]:
+    """Let an error that leaves a call say where it comes from: its traceback stays here."""
+    try:
+        yield
+    except Exception as error:
+        *_, frame = traceback.extract_tb(error.__traceback__)
+        at = f"{Path(frame.filename).name}:{frame.lineno}"
+        said = f"in another process {call}() raised {type(error).__name__}: {error} (at {at})"
+        raise WTransferError(said) from error
 
 
 def _put_until_killed(
