@@ -775,7 +775,7 @@ class TestAsksTheMediumForStats(CPUOffloadingManager):
 class TestRemembersEachRequest(CPUOffloadingManager):
     def on_new_request(self, req_context):
         self.requests = getattr(self, "requests", {})
-        self.requests[req_context.req_id] = []
+        self.requests[req_context.req_id] = (req_context, [])
         return super().on_new_request(req_context)
 
 

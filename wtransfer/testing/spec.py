@@ -791,7 +791,10 @@ class SpecConformance(ConformanceKit):
 
         def compare(when: str) -> None:
             nonlocal known
-            for event in manager.take_events():
+            events = list(manager.take_events())
+            if not events and not known:
+                pytest.skip("this spec tells no events")
+            for event in events:
                 assert known.issuperset(event.keys) == event.removed
                 known = known - set(event.keys) if event.removed else known | set(event.keys)
                 assert len(known) <= most, "removals come before what takes their place"
@@ -801,8 +804,6 @@ class SpecConformance(ConformanceKit):
 
         most = len(small_host.kept)
         compare("after evictions")
-        if not known:
-            pytest.skip("this spec tells no events")
         prepared = manager.prepare_store([key], ctx)
         assert prepared is not None
         compare("while a block is being stored")
@@ -869,7 +870,8 @@ class SpecConformance(ConformanceKit):
             gc.collect()
             grown = tracemalloc.get_traced_memory()[0] - before
         leftovers.check(self.ends_within_s)
-        assert grown < 64 * NUM_REQUESTS, f"{NUM_REQUESTS} requests hold {grown:,} bytes"
+        # Less than an entry for each request; a library may lose some words with each call.
+        assert grown < 192 * NUM_REQUESTS, f"{NUM_REQUESTS} requests hold {grown:,} bytes"
 
     # -- trust
 
