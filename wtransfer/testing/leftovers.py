@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import ipaddress
 import os
 import re
 import sys
@@ -94,6 +95,36 @@ def descendants(pid: str = "self") -> Iterator[str]:
             for child in file.read_text("utf-8").split():
                 yield child
                 yield from descendants(child)
+
+
+def open_listeners() -> set[str]:
+    """Return the addresses, ``host:port``, at which this process and its descendants listen.
+
+    Sockets of the Internet only: beyond this host nobody dials one of Unix.
+    """
+    own = {target for pid in ("self", *descendants()) for _, target in _targets(pid)}
+    found = set()
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(FileNotFoundError):
+            for line in Path(f"/proc/net/{name}").read_text("ascii").splitlines()[1:]:
+                _, local, _, state, *_ = fields = line.split()
+                if state == "0A" and f"socket:[{fields[9]}]" in own:
+                    host, port = local.split(":")
+                    # Words of four bytes, each as the processor has it.
+                    words = [int(host[n : n + 8], 16) for n in range(0, len(host), 8)]
+                    raw = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
+                    found.add(f"{ipaddress.ip_address(raw)}:{int(port, 16)}")
+    return found
+
+
+def beyond_loopback(addresses: set[str], options: object) -> list[str]:
+    """Return the addresses that others than this host reach, but for those that options name."""
+    named, found = repr(options), []
+    for address in sorted(addresses):
+        host = address.rpartition(":")[0]
+        is_local = ipaddress.ip_address(host.removeprefix("::ffff:")).is_loopback
+        found += [] if is_local or repr(host) in named else [address]
+    return found
 
 
 _opened: set[str] = set()
