@@ -9,6 +9,7 @@ There is one in two sides, and one in the style of the seed. Options:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from dataclasses import dataclass, field
@@ -169,13 +170,16 @@ class Working:
         for move in self.metadata.saves:
             for name, block in zip(move.names, move.block_ids, strict=True):
                 page = kv_layer[block].contiguous().view(torch.uint8).numpy().tobytes()
-                self.staged[name] = self.staged.get(name, b"") + page
+                # By layer: equal prompts in one step have blocks of the same name.
+                self.staged.setdefault(name, {})[layer_name] = page
 
     def wait_for_save(self):
-        for name, data in self.staged.items():
+        for name, pages in self.staged.items():
             beside = self.path(f"{name}-{os.getpid()}")
-            beside.write_bytes(data)
-            beside.rename(self.path(name))
+            # A save that fails is a later miss.
+            with contextlib.suppress(OSError):
+                beside.write_bytes(b"".join(pages[layer] for layer in self.caches))
+                beside.rename(self.path(name))
         self.num_saved += len(self.staged)
 
     def clear_connector_metadata(self):
