@@ -1,15 +1,18 @@
-"""Find leftovers of this process: threads, descriptors, shared memory."""
+"""Find what this process holds: threads, descriptors, shared memory, sockets, objects."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import gc
+import logging
 import os
 import re
+import socket
 import sys
 import threading
 import time
+import types
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,6 +99,54 @@ def descendants(pid: str = "self") -> Iterator[str]:
                 yield from descendants(child)
 
 
+def listening_sockets() -> set[tuple[int, int, Any]]:
+    """Return family, type and address of each listening socket of this process."""
+    found: set[tuple[int, int, Any]] = set()
+    for file in Path("/proc/self/fd").iterdir():
+        # A descriptor may be closed meanwhile, or be no socket.
+        with contextlib.suppress(OSError), _socket_of(int(file.name)) as own:
+            if own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found.add((own.family, own.type, own.getsockname()))
+    return found
+
+
+def _socket_of(fd: int) -> socket.socket:
+    """Return another object of a socket.
+
+    Raises:
+        OSError: The descriptor is no socket.
+    """
+    own = os.dup(fd)
+    try:
+        return socket.socket(fileno=own)
+    except OSError:
+        os.close(own)
+        raise
+
+
+def num_kept(*roots: object) -> Counter[str]:
+    """Count what objects keep, by class of the keeper: entries, attributes and other references.
+
+    Modules, classes, loggers and threads are no part of an object, nor is what they refer to.
+    """
+    counts, seen, waiting = Counter[str](), set[int](), list(roots)
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen or isinstance(each, _NO_PARTS):
+            continue
+        seen.add(id(each))
+        if isinstance(each, types.FunctionType):
+            # Not its globals, which are its module.
+            parts = [*(each.__closure__ or ()), each.__defaults__]
+        else:
+            parts = [part for part in gc.get_referents(each) if part is not type(each)]
+        counts[type(each).__name__] += len(parts)
+        waiting += parts
+    return counts
+
+
+_NO_PARTS = (type, types.ModuleType, types.CodeType, types.FrameType, logging.Logger)
+_NO_PARTS += (threading.Thread, types.BuiltinFunctionType, str, bytes, int, float)
 _opened: set[str] = set()
 """Names in ``/dev/shm`` that this process has opened."""
 
