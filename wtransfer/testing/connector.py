@@ -236,6 +236,8 @@ ONE_GROUP = (
 _EACH_LOAD_ONCE = "get_finished() has not named each load that outlasts its step, once"
 _NOT_HIT = "damage() has damaged no block that was loaded"
 _STORE_S = 0.5
+FEW, MANY = 40, 1000
+"""Requests after which a connector is as large as before; the latter take a minute."""
 CALL_S = 0.05
 """Time of a call of the scheduler's side that half of the calls may not take."""
 
@@ -1569,10 +1571,10 @@ class ConnectorConformance(ConformanceKit):
         "request_finished() leaves something of the request: an entry in a dictionary or set, a "
         "copy, a thread, a descriptor or a file"
     )
-    @pytest.mark.parametrize("number", [40, 1000])
+    @pytest.mark.parametrize("number", [FEW, MANY])
     def test_ended_requests_leave_nothing(self, bed: ConnectorTestBed, number: int) -> None:
         """The sides are as large as before after many requests. 1,000 need `is_long`."""
-        if number == 1000:
+        if number == MANY:
             self.skip_unless_long()
         prompts = some_prompts(8)
         for _ in range(2):

@@ -145,8 +145,8 @@ def num_kept(*roots: object) -> Counter[str]:
     return counts
 
 
-_NO_PARTS = (type, types.ModuleType, types.CodeType, types.FrameType, logging.Logger)
-_NO_PARTS += (threading.Thread, types.BuiltinFunctionType, str, bytes, int, float)
+_NO_PARTS: tuple[type, ...] = (types.ModuleType, types.CodeType, types.FrameType, type)
+_NO_PARTS += (logging.Logger, threading.Thread, str, bytes, int, float)
 _opened: set[str] = set()
 """Names in ``/dev/shm`` that this process has opened."""
 
