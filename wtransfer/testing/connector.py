@@ -598,10 +598,11 @@ class ConnectorConformance(ConformanceKit):
 
     def _preempt(self, make_bed: MakeBed, num_groups: int = 1) -> None:
         """Produce and consume prompts side by side, more than there is room for."""
-        # Requests begin with two blocks of each group, and end with more. The first that needs a
-        # third one preempts the last request, in the middle of a block.
-        prompts = [_some_tokens(2 * BLOCK_SIZE - 5 - 2 * n, seed=n) for n in range(6)]
-        cache = CacheShape(BLOCK_SIZE, num_groups * (2 * len(prompts) + 1))
+        # Requests begin with two blocks of each group, of which the first is loaded, and end with
+        # more. The first that needs a third one preempts the last, in the middle of a block.
+        num_blocks = self.saved_block_size // BLOCK_SIZE + 1
+        prompts = [_some_tokens(num_blocks * BLOCK_SIZE - 5 - 2 * n, seed=n) for n in range(6)]
+        cache = CacheShape(BLOCK_SIZE, num_groups * (num_blocks * len(prompts) + 1))
         bed = make_bed(EngineConfig(cache=cache, limits=Limits(max_num_batched_tokens=40)))
         produced = [bed.submit_to_producer(prompt) for prompt in prompts]
         bed.run(*produced)

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import types
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,7 +127,8 @@ def _socket_of(fd: int) -> socket.socket:
 def num_kept(*roots: object) -> Counter[str]:
     """Count what objects keep, by class of the keeper: entries, attributes and other references.
 
-    Modules, classes, loggers and threads are no part of an object, nor is what they refer to.
+    Modules, classes, loggers and threads are no part of an object, nor is what they refer to. What
+    has a bound, as the last numbers of a gauge, does not count.
     """
     counts, seen, waiting = Counter[str](), set[int](), list(roots)
     while waiting:
@@ -135,6 +136,8 @@ def num_kept(*roots: object) -> Counter[str]:
         if id(each) in seen or isinstance(each, _NO_PARTS):
             continue
         seen.add(id(each))
+        if isinstance(each, deque) and each.maxlen is not None:
+            continue
         if isinstance(each, types.FunctionType):
             # Not its globals, which are its module.
             parts = [*(each.__closure__ or ()), each.__defaults__]
