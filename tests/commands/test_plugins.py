@@ -57,15 +57,20 @@ def light_torch(site):
 
 
 @pytest.fixture
-def python(site):
+def clean(site):
+    """Variables of an environment in which the packages of `site` are installed."""
+    found = {k: v for k, v in os.environ.items() if not k.startswith("WTRANSFER_")}
+    path = os.pathsep.join(filter(None, [str(site), found.get("PYTHONPATH")]))
+    # Torch reads all entry points when it is imported, and fails on those that are malformed.
+    return {**found, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": path}
+
+
+@pytest.fixture
+def python(clean):
     def run(*arguments, **environ):
-        clean = {k: v for k, v in os.environ.items() if not k.startswith("WTRANSFER_")}
-        # Torch reads all entry points when it is imported, and fails on those that are malformed.
-        clean["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-        path = os.pathsep.join(filter(None, [str(site), clean.get("PYTHONPATH")]))
         return subprocess.run(
             [sys.executable, *arguments],
-            env={**clean, "PYTHONPATH": path, **environ},
+            env={**clean, **environ},
             capture_output=True,
             text=True,
             timeout=60,
@@ -329,6 +334,20 @@ def test_show_as_json_is_json_whatever_a_plugin_prints(site, cli):
     done = cli("plugins", "show", "acme", "--json")
     assert json.loads(done.stdout)[0]["usable"] is True
     assert ("[1]" in done.stderr, "[2]" in done.stderr) == (True, True)
+
+
+@pytest.mark.usefixtures("light_torch")
+def test_check_prints_each_backend_as_soon_as_it_is_loaded(site, clean):
+    go_on = site / "go on"
+    os.mkfifo(go_on)
+    (site / "acme_engine.py").write_text(f"open({str(go_on)!r}).read()\n{ENGINE}")
+    command = [sys.executable, "-m", "wtransfer", "plugins", "check", "--kind", "engines"]
+    clean["WTRANSFER_PLUGINS_BLOCK"] = "other-wt,acme-wt:twice"
+    with subprocess.Popen(command, env=clean, stdout=subprocess.PIPE, text=True) as check:
+        names = [check.stdout.readline().split()[1] for _ in range(4)]
+        assert names == ["name", "file", "gloo", "shm"]
+        go_on.write_text("")
+        assert check.stdout.read().split()[1] == "acme"
 
 
 @pytest.mark.usefixtures("light_torch")

@@ -206,7 +206,9 @@ class Sides:
         for each in said:
             meta = deserialize(serialize(each.meta))
             output = KVConnectorOutput(
-                finished_recving=each.received, kv_connector_worker_meta=meta
+                finished_recving=each.received,
+                kv_connector_worker_meta=meta,
+                invalid_block_ids=each.bad,
             )
             self.scheduler.update_connector_output(output)
 

@@ -412,6 +412,82 @@ def test_a_load_under_the_weights_that_it_was_planned_for_is_good(make, left):
     assert run(made, plan(made)) == ({"r"}, set())
 
 
+# -- blocks that could not be loaded
+
+
+def serve(made, name, prompt=PROMPT):
+    """Serve a prompt; return the tokens that were found, and the errors of their load."""
+    request = ask(name, prompt)
+    found = made.begin(request, range(20, 28))
+    _, bad = run(made, made.tell(step([(request, found, len(prompt) - found)])))
+    if bad:
+        # The host begins the request anew.
+        run(made, plan(made, request))
+    made.scheduler.request_finished(request, request.block_ids)
+    return found, bad
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+def test_a_block_that_could_not_be_loaded_is_computed_and_loaded_from_then_on(
+    make, tmp_path, left, monkeypatch, replaces
+):
+    made = make()
+    if not replaces:
+        cls = type(made.workers[0].side)
+        save = cls.wait_for_save
+
+        def save_new(self):
+            self.staged = {n: data for n, data in self.staged.items() if not self.path(n).exists()}
+            save(self)
+
+        monkeypatch.setattr(cls, "wait_for_save", save_new)
+    fourth = sorted(tmp_path.iterdir(), key=lambda file: file.stat().st_mtime_ns)[3]
+    fourth.write_bytes(b"torn")
+    assert serve(made, "first") == (28, {23})
+    assert serve(made, "second") == (12, set())
+    assert serve(made, "third") == (28, set())
+    # A prompt that shares the block has the same names, and so has another process that learns it.
+    assert serve(made, "beside", [*PROMPT[:18], 1, 2, 3]) == (16, set())
+    if not replaces:
+        other = make()
+        assert serve(other, "first") == (28, {23})
+        assert serve(other, "second") == (28, set())
+    # What could not be loaded is looked for again by a process that has not learnt it.
+    assert serve(make(), "shorter", PROMPT[:13]) == (12, set())
+
+
+@pytest.mark.parametrize("reason", ["other weights", "another request has computed it"])
+def test_a_block_that_may_be_whole_is_not_invalidated(make, tmp_path, weights, left, reason):
+    is_changed = reason == "other weights"
+    made, request = make(), ask(params=None if is_changed else {"for": "it"})
+    fourth = sorted(tmp_path.iterdir(), key=lambda file: file.stat().st_mtime_ns)[3]
+    whole = fourth.read_bytes()
+    if not is_changed:
+        fourth.write_bytes(b"torn")
+    assert made.begin(request, range(20, 28)) == 28
+    told = plan(made)
+    if is_changed:
+        weights.settle("B")
+    assert run(made, told)[1] == (set(range(20, 27)) if is_changed else {23})
+    made.scheduler.request_finished(request, request.block_ids)
+    weights.settle("A")
+    made.step()
+    fourth.write_bytes(whole)
+    assert serve(made, "again") == (28, set())
+
+
+def test_hashes_of_an_invalidated_block_and_of_those_behind_it_are_others():
+    key, renamed = (RequestKey(bytes(16), hash_block_size=2) for _ in range(2))
+    renamed.change(6, bytes(range(16)))
+    hashes = [bytes([number]) * 16 for number in range(6)]
+    same = [a == b for a, b in zip(key.hashes(hashes), renamed.hashes(hashes), strict=True)]
+    assert same == [True] * 3 + [False] * 3
+    assert renamed.hashes(hashes[2:], 2) == renamed.hashes(hashes)[2:]
+    tokens = [7] * 20
+    assert renamed.tokens(tokens)[:6] == key.tokens(tokens)[:6]
+    assert not set(renamed.tokens(tokens)[6:]) & set(key.tokens(tokens))
+
+
 def test_a_load_that_was_promised_under_other_weights_fails(make, weights, left):
     """The scheduler's side hears of a change after it has answered, and before there are blocks."""
     made, request = make(), ask()

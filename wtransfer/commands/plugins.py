@@ -29,7 +29,7 @@ from wtransfer.registry.resolve import Listed, Registry, add_file, host
 from wtransfer.scaffold import GROUPS, create
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import IO
 
     from wtransfer.registry.discovery import Record
@@ -82,7 +82,10 @@ def list_plugins(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"plugins": rows, "diagnostics": problems}, indent=2))
         return
-    _echo_table(("kind", "name", "distribution", "version", "origin", "status"), rows)
+    columns = ("kind", "name", "distribution", "version", "origin", "status")
+    echo_row = _begin_table(columns, rows)
+    for row in rows:
+        echo_row(row)
     _echo_problems(problems)
 
 
@@ -146,16 +149,20 @@ def check(name: str | None, kind: str | None, file: str | None, as_json: bool) -
         limit_s = host.settings.load_timeout_s + START_S
     except PluginError as error:
         raise click.UsageError(str(error)) from error
+    columns = ("kind", "name", "distribution", "version", "result")
+    echo_row = None if as_json else _begin_table(columns, list(map(_row, listed)))
+    cards = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        cards = list(pool.map(lambda each: _probe(each, limit_s), listed))
+        for card in pool.map(lambda each: _probe(each, limit_s), listed):
+            cards.append(card)
+            if echo_row is not None:
+                echo_row({**card, "result": _result(card)})
     problems = [] if name else _problems()
     # A list that many hosts have may name what is installed on others: no reason to fail.
     unmatched = _unmatched()
     if as_json:
         click.echo(json.dumps({"plugins": cards, "diagnostics": problems + unmatched}, indent=2))
     else:
-        columns = ("kind", "name", "distribution", "version", "result")
-        _echo_table(columns, [{**card, "result": _result(card)} for card in cards])
         _echo_problems(problems + unmatched)
     is_fine = all(card["usable"] is not False and _is_plain(card) for card in cards)
     sys.exit(0 if is_fine and not problems else 1)
@@ -326,12 +333,24 @@ def _unmatched() -> list[dict[str, str]]:
     return [vars(each) for each in host.settings.unmatched(host.catalog)]
 
 
-def _echo_table(columns: tuple[str, ...], rows: list[dict[str, Any]]) -> None:
-    table = [columns, *(tuple(str(row[column]) for column in columns) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for line in table:
-        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        click.echo("  ".join(cells).rstrip())
+def _begin_table(
+    columns: tuple[str, ...], rows: Sequence[Mapping[str, Any]]
+) -> Callable[[Mapping[str, Any]], None]:
+    """Print the head of a table, and return what prints a row.
+
+    Args:
+        columns: Names of the columns.
+        rows: What is known of the rows: all but the last column.
+    """
+    head = {each: each for each in columns}
+    widths = [max(len(str(row[each])) for row in (head, *rows)) for each in columns[:-1]]
+
+    def echo_row(row: Mapping[str, Any]) -> None:
+        cells = [str(row[each]).ljust(width) for each, width in zip(columns, widths, strict=False)]
+        click.echo("  ".join([*cells, str(row[columns[-1]])]).rstrip())
+
+    echo_row(head)
+    return echo_row
 
 
 def _echo_problems(problems: list[dict[str, str]]) -> None:

@@ -25,14 +25,18 @@ no block that a host knows.
     it. A stale request has no match, is left out of every step, and ends with an empty list of
     blocks; the connector's parameters for the next instance are dropped.
 4.  ``kv_transfer_params`` of other requests get ``remote_weights``, this instance's fingerprint.
+5.  A block whose load has failed under the present weights is invalidated: later requests show its
+    tokens, all after it and their hashes under another key. So the connector neither finds the
+    value that could not be loaded nor takes it for saved, and what is computed instead is kept.
+    Requests with ``kv_transfer_params`` load what another request has computed, and are left out.
 
 **The worker's side.** The metadata of a step carry the versions that the step, and each load, was
 planned for.
 
-5.  In a step for other weights than the worker has, nothing is saved: ``save_kv_layer`` and
+6.  In a step for other weights than the worker has, nothing is saved: ``save_kv_layer`` and
     ``wait_for_save`` are not passed on. All other calls are, as both sides of a connector count on
-    metadata that arrive; the loads of such a step have failed by rule 6.
-6.  The blocks of a load for other weights than the worker has when the load ends are reported as
+    metadata that arrive; the loads of such a step have failed by rule 7.
+7.  The blocks of a load for other weights than the worker has when the load ends are reported as
     load errors: with the step if it ends within the step, else with its request.
 """
 
@@ -56,9 +60,10 @@ from wtransfer.connectors.interface import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
-from wtransfer.connectors.naming import request_root
+from wtransfer.connectors.naming import known_tokens, request_root
 from wtransfer.connectors.serving_config import Instance
-from wtransfer.kv.fence import SchedulerFence, WorkerFence
+from wtransfer.kv.fence import InvalidatedKeys, SchedulerFence, WorkerFence
+from wtransfer.kv.keys import OffloadKey, hash_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -178,13 +183,23 @@ class RequestKey:
 
     Args:
         key: 16 bytes; equal keys encode equally, in every process.
+        hash_block_size: Tokens per block hash.
     """
 
-    def __init__(self, key: bytes) -> None:
-        self._key = key
+    def __init__(self, key: bytes, hash_block_size: int = 1) -> None:
+        self._hash_block_size = hash_block_size
+        self._keys: list[tuple[int, bytes]] = []
+        """Position of the token from which on a key encodes, and the key."""
+        self._stream = np.empty(0, np.int64)
+        self.change(0, key)
+
+    def change(self, start: int, key: bytes) -> None:
+        """Encode by another key from a token on, which is behind earlier changes."""
+        self._draw(start)
+        self._keys.append((start, key))
         # Counter-based, and its stream is fixed by numpy's policy on bit generators.
         self._philox = np.random.Philox(key=int.from_bytes(key, "little"))
-        self._stream = np.empty(0, np.int64)
+        self._stream = self._stream[:start]
 
     def tokens(self, tokens: Sequence[int], start: int = 0) -> list[int]:
         """Return encoded token ids.
@@ -193,19 +208,35 @@ class RequestKey:
             tokens: Consecutive ids.
             start: Position of the first in the request.
         """
-        end, known = start + len(tokens), len(self._stream)
-        if end > known:
-            drawn = self._philox.random_raw(max(end - known, known, 256)) >> np.uint64(33)
-            self._stream = np.concatenate([self._stream, drawn.astype(np.int64)])
+        end = start + len(tokens)
+        self._draw(end)
         words = self._stream[start:end]
         encoded: list[int] = (np.asarray(list(tokens), np.int64) ^ words).tolist()
         return encoded
 
+    def _draw(self, end: int) -> None:
+        """Have at least the words of the first `end` tokens."""
+        known = len(self._stream)
+        if end > known:
+            drawn = self._philox.random_raw(max(end - known, known, 256)) >> np.uint64(33)
+            self._stream = np.concatenate([self._stream, drawn.astype(np.int64)])
+
     def hashes(self, hashes: Sequence[bytes], start: int = 0) -> list[bytes]:
-        """Return encoded block hashes, each as long as it was; `start` is unused."""
-        del start
-        digest = functools.partial(hashlib.blake2b, key=self._key)
-        return [digest(each, digest_size=len(each)).digest() for each in hashes]
+        """Return encoded block hashes, each as long as it was.
+
+        Args:
+            hashes: Hashes of consecutive blocks.
+            start: Number of the first block in the request.
+        """
+        return [
+            hashlib.blake2b(each, key=self._key_of(number), digest_size=len(each)).digest()
+            for number, each in enumerate(hashes, start)
+        ]
+
+    def _key_of(self, number: int) -> bytes:
+        """Return the key of the last token of a block."""
+        last = (number + 1) * self._hash_block_size - 1
+        return next(key for start, key in reversed(self._keys) if start <= last)
 
 
 class RequestView:
@@ -318,8 +349,17 @@ class _Known:
     is_async: bool = False
 
 
+class _Loading(NamedTuple):
+    """A load whose failure would invalidate a block."""
+
+    view: RequestView
+    numbers: dict[int, int]
+    """By block that is loaded into, its number in the request."""
+    versions: WeightVersions
+
+
 class FencedScheduler(_FencedSide):
-    """The scheduler's side: rules 1 to 4.
+    """The scheduler's side: rules 1 to 5.
 
     Args:
         connector: The connector's side.
@@ -336,10 +376,19 @@ class FencedScheduler(_FencedSide):
         self._ended_unknown: set[str] = set()
         self._loads: list[PlannedLoad] = []
         self._has_met = False
+        # By request. A host may end a request before it tells that its load has failed.
+        self._loading: dict[str, _Loading] = {}
+        self._invalidated = InvalidatedKeys()
+        self._block_pool: Any = None
 
     @functools.cached_property
     def _fence(self) -> SchedulerFence:
         return SchedulerFence(self._instance.num_ranks)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Note how many tokens the host's block hashes have; pass the pool on."""
+        self._block_pool = gpu_block_pool
+        self._call("bind_gpu_block_pool", gpu_block_pool)
 
     # -- weight versions
 
@@ -357,12 +406,13 @@ class FencedScheduler(_FencedSide):
             self._has_met = True
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take the versions, and pass the rest on."""
+        """Take the versions, invalidate what could not be loaded, and pass the rest on."""
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, FencedReport):
             self._fence.update(report.versions)
             connector_output = copy.copy(connector_output)
             connector_output.kv_connector_worker_meta = report.inner
+        self._invalidate(getattr(connector_output, "invalid_block_ids", None) or set())
         self._call("update_connector_output", connector_output)
 
     # -- requests
@@ -395,11 +445,44 @@ class FencedScheduler(_FencedSide):
         if named is None or _is_of_other_weights(request, fingerprint):
             self._unknown.add(request_id)
             return None
-        key = RequestKey(xxhash.xxh3_128_digest(named))
+        size = self._instance.block_size
+        key = RequestKey(
+            xxhash.xxh3_128_digest(named), getattr(self._block_pool, "hash_block_size", size)
+        )
+        self._rename(request, key)
         known = _Known(RequestView(request, key), key)
         self._call("on_new_request", known.view)
         self._known[request_id] = known
         return known
+
+    def _rename(self, request: Any, key: RequestKey) -> None:
+        """Encode the invalidated blocks of a request, and all after each, by other keys."""
+        if not self._invalidated or getattr(request, "kv_transfer_params", None):
+            return
+        view, number = RequestView(request, key), 0
+        names = self._names(view)
+        while number < len(names):
+            (valid,) = self._invalidated.valid([names[number]])
+            if valid == names[number]:
+                number += 1
+            else:
+                key.change(number * self._instance.block_size, valid)
+                names = self._names(view)
+
+    def _names(self, view: RequestView) -> list[OffloadKey]:
+        """Name the blocks of a request by its encoded tokens, as a connector might."""
+        encoded, size = known_tokens(view), self._instance.block_size
+        return [OffloadKey(each) for each in hash_blocks(encoded, size)]
+
+    def _invalidate(self, block_ids: set[int]) -> None:
+        """Invalidate the first block of each load that could not be loaded."""
+        for request_id, load in list(self._loading.items()):
+            failed = [load.numbers[each] for each in block_ids & load.numbers.keys()]
+            # Under other weights the block may be whole.
+            if failed and load.versions is self._fence.current:
+                self._invalidated.add([self._names(load.view)[min(failed)]])
+            if failed or request_id not in self._known:
+                del self._loading[request_id]
 
     def _is_hidden(self, request_id: str) -> bool:
         # Known requests begin once: a stale one stays stale, as the connector misses steps of it.
@@ -415,8 +498,14 @@ class FencedScheduler(_FencedSide):
         if num_external_tokens:
             size, first = self._instance.block_size, known.num_computed_tokens
             part = slice(first // size, -(-(first + num_external_tokens) // size))
-            block_ids = [each for group in blocks.get_block_ids() for each in group[part]]
-            self._loads.append(PlannedLoad(request_id, block_ids, known.is_async, versions))
+            numbers = {
+                each: number
+                for group in blocks.get_block_ids()
+                for number, each in enumerate(group[part], part.start)
+            }
+            self._loads.append(PlannedLoad(request_id, [*numbers], known.is_async, versions))
+            if not getattr(request, "kv_transfer_params", None):
+                self._loading[request_id] = _Loading(known.view, numbers, versions)
         elif not versions:
             return
         # Also for a stale request: the host waits for the promised load, which will fail.
@@ -518,7 +607,7 @@ def _is_of_other_weights(request: Any, fingerprint: str) -> bool:
 
 
 class FencedWorker(_FencedSide):
-    """A worker's side: rules 5 and 6.
+    """A worker's side: rules 6 and 7.
 
     Args:
         connector: The connector's side.

@@ -78,7 +78,7 @@ class RequestNames:
         """
         if self._uncacheable:
             return []
-        self._hashes.extend(_tokens(self._request), most)
+        self._hashes.extend(known_tokens(self._request), most)
         if fingerprint != self._fingerprint:
             self._fingerprint, self._named = fingerprint, {}
         named = self._named.setdefault(group, [])
@@ -88,7 +88,8 @@ class RequestNames:
         return named[:most]
 
 
-def _tokens(request: Any) -> Any:
+def known_tokens(request: Any) -> Any:
+    """Return the token ids of a request that are known by now; None if it has none."""
     tokens = getattr(request, "all_token_ids", None)
     return request.prompt_token_ids if tokens is None else tokens
 
@@ -98,7 +99,7 @@ def request_root(request: Any, *parts: Any) -> bytes | None:
 
     None: its KV depends on something that no key can contain.
     """
-    if getattr(request, "prompt_embeds", None) is not None or _tokens(request) is None:
+    if getattr(request, "prompt_embeds", None) is not None or known_tokens(request) is None:
         return None
     # An adapter may be trained on under the same name and path.
     if getattr(request, "lora_request", None) is not None:

@@ -207,6 +207,9 @@ class InvalidatedKeys:
             self._replaced.popitem(last=False)
         return len(new)
 
+    def __bool__(self) -> bool:
+        return bool(self._replaced)
+
     def valid(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         """Return the keys under which these blocks are kept now."""
         if not self._replaced:

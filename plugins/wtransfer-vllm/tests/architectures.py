@@ -109,6 +109,8 @@ CASES = {
     ),
     # By vLLM's Transformers backend, which makes the bias of the head anew at each load.
     "Phi": ("phi", "PhiForCausalLM", {"num_hidden_layers": 2, "num_key_value_heads": 4}),
+    # Theirs has no number of heads for keys and values of its own.
+    "GPT-NeoX": ("gpt_neox", "GPTNeoXForCausalLM", {"num_key_value_heads": 4}),
     "Qwen3-MoE": ("qwen3_moe", "Qwen3MoeForCausalLM", MOE),
     "Mixtral": (
         "mixtral",
