@@ -8,7 +8,6 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -257,7 +256,7 @@ SINGLE_RANK = (
 @broken(
     "test_all_that_was_saved_is_loaded[1]",
     says="of a prompt of 133 tokens 0 were loaded, and 128 can be",
-    passes=("test_something_is_loaded", "test_chunked_prefill"),
+    passes=("test_something_is_loaded",),
     **SAVES_TOO_FEW,
 )
 class TestDropsLastBlockOfEachStep(MemoryScheduler):
@@ -314,7 +313,7 @@ class TestEmptiesItsStoreAtShutdown(MemoryScheduler):
 @broken(
     "test_all_that_was_saved_is_loaded[2]",
     says="of a prompt of 133 tokens 0 were loaded, and 128 can be",
-    passes=(*SINGLE_RANK, "test_tensor_parallel_ranks[2]"),
+    passes=SINGLE_RANK,
     **SAVES_TOO_FEW,
 )
 class TestSavesNothingWithTwoRanks(MemoryScheduler):
@@ -493,7 +492,6 @@ class TestLoadsInTheOrderOfSortedNames(MemoryWorker):
 
 # -- equal prompts side by side
 
-POISONED = "of a prompt of 53 tokens 0 were loaded, and 48 can be"
 ALONE = ("test_something_is_loaded", "test_all_that_was_saved_is_loaded[2]")
 
 
@@ -518,7 +516,7 @@ class TestAppendsPagesOfEqualPrompts(ShelfConnectorWorker):
 
 
 @broken(
-    "test_concurrent_requests[in chunks]",
+    "test_concurrent_requests[in one step]",
     says=" were loaded, and ",
     passes=ALONE,
     **SAVES_TOO_FEW,
@@ -593,14 +591,19 @@ class TestIgnoresPreemption(MemoryScheduler):
     says="other tokens than the reference: ",
     passes=("test_prefix_in_the_local_cache[1]", "test_concurrent_requests[in one step]"),
 )
-class TestKeepsThePlaceOfTheFirstLookUp(MemoryScheduler):
-    """A request that is resumed may find more of its prefix in the host's own cache."""
+class TestLoadsEachRequestOnce(MemoryScheduler):
+    """A request that is resumed is loaded again."""
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens):
-        begins = self.__dict__.setdefault("begins", {})
-        request_id = request.request_id
-        self.first[request_id] = begins.setdefault(request_id, self.first[request_id])
-        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        begun = self.__dict__.setdefault("begun", set())
+        is_first = request.request_id not in begun
+        super().update_state_after_alloc(request, blocks, num_external_tokens if is_first else 0)
+        if num_external_tokens:
+            begun.add(request.request_id)
+
+    def request_finished(self, request, block_ids):
+        self.__dict__.get("begun", set()).discard(request.request_id)
+        return super().request_finished(request, block_ids)
 
 
 @broken("test_prefix_in_the_local_cache[1]", says="layer 0 has other keys or values")
@@ -671,8 +674,8 @@ def unpickle_by_torch(name):
     return torch.load(kept, weights_only=False)
 
 
-def unpickle_as_children_do(name):
-    return ForkingPickler.loads(ForkingPickler.dumps(name))
+def unpickle_in_python(name):
+    return pickle._Unpickler(io.BytesIO(pickle.dumps(name))).load()
 
 
 def unpickle_on_a_thread(name):
@@ -692,13 +695,13 @@ def unpickling(unpickle):
     return Unpickling
 
 
-TestUnpicklesByTorch, TestUnpicklesAsChildrenDo, TestUnpicklesOnAThread = (
+TestUnpicklesByTorch, TestUnpicklesInPython, TestUnpicklesOnAThread = (
     broken(
         "test_nothing_is_unpickled",
         says="functions of the module pickle were called",
         passes=("test_something_is_loaded",),
     )(unpickling(unpickle))
-    for unpickle in (unpickle_by_torch, unpickle_as_children_do, unpickle_on_a_thread)
+    for unpickle in (unpickle_by_torch, unpickle_in_python, unpickle_on_a_thread)
 )
 
 
@@ -1159,6 +1162,22 @@ class TestHidesLoadErrors(MemoryWorker):
     def get_block_ids_with_load_errors(self):
         self.errors.clear()
         return set()
+
+
+@broken(
+    "test_load_failure_policy[fail]",
+    says="the damaged blocks were not replaced: failed: ",
+    passes=("test_damaged_blocks_are_a_miss", "test_load_failure_policy[recompute]"),
+)
+class TestReplacesBlocksOnlyWhereTheyAreComputed(MemoryWorker):
+    """A host that ends a request with a failed load does not compute its blocks."""
+
+    def load_block(self, name, block):
+        kept = self.shelf.get((name, self.rank))
+        loaded = super().load_block(name, block)
+        if kept is not None:
+            self.shelf[name, self.rank] = kept
+        return loaded
 
 
 @broken("test_load_failure_policy[recompute]", says="OSError: damaged")
