@@ -48,6 +48,7 @@ class Kit(ConnectorConformance):
     ends_within_s = 0.3
     outlasts = False
     healthy = MemoryConnector
+    names_weights = True
     scheduler = MemoryScheduler
     worker = MemoryWorker
 
@@ -55,7 +56,7 @@ class Kit(ConnectorConformance):
         super().__init_subclass__()
         if not (cls.connector or "connector_cls" in vars(cls)):
             sides = {"scheduler_cls": cls.scheduler, "worker_cls": cls.worker}
-            broken = {**sides, "names_weights": True}
+            broken = {**sides, "names_weights": cls.names_weights}
             cls.connector_cls = type(f"{cls.__name__}Connector", (cls.healthy,), broken)
 
     def options_in(self, folder):
@@ -75,11 +76,7 @@ class FilesKit(Kit):
     healthy = connector_cls = ShelfConnector
     scheduler = ShelfConnectorScheduler
     worker = ShelfConnectorWorker
-
-    def __init_subclass__(cls):
-        super().__init_subclass__()
-        if cls.connector_cls is not None:
-            cls.connector_cls.names_weights = False
+    names_weights = False
 
     def options_in(self, folder):
         return {"folder": str(folder)}
@@ -458,7 +455,7 @@ class TestIgnoresPreemptionOfSecondGroup(MemoryScheduler):
 
 @broken(
     "test_damaged_blocks_of_groups_are_a_miss[a window]",
-    says="layer 0 (KV cache group 0, window 24) has other keys or values",
+    says="layer 1 (KV cache group 0, window 24) has other keys or values",
     passes=(*ONE_GROUP, "test_damaged_blocks_are_a_miss"),
 )
 class TestSkipsChecksumsOfWindows(MemoryWorker):
@@ -574,7 +571,7 @@ class TestDropsAllButOneLoad(MemoryScheduler):
         return super().build_connector_meta(scheduler_output)
 
 
-@broken("test_preempted_requests", says="other tokens than the reference: ")
+@broken("test_preempted_requests", says="has other keys or values")
 class TestIgnoresPreemption(MemoryScheduler):
     blocks: dict
 
@@ -1088,14 +1085,14 @@ def checking(*layers):
 TestChecksFirstLayerOnly, TestChecksLastLayerOnly, TestChecksEveryLayerButOne = (
     broken(
         "test_damaged_blocks_are_a_miss",
-        says=f"after damage(where={where}): layer 0 has other keys or values",
+        says=f"after damage(where={where}): layer {damaged} has other keys or values",
         hints="or one that leaves a part of their bytes out",
         passes=("test_output_equals_reference[16]",),
     )(checking(*layers))
-    for where, layers in (
-        ("0.125", [0]),
-        ("0.000", [-1]),
-        ("0.625", [n for n in range(12) if n != 7]),
+    for where, damaged, layers in (
+        ("0.125", 1, [0]),
+        ("0.000", 0, [-1]),
+        ("0.625", 7, [n for n in range(12) if n != 7]),
     )
 )
 
@@ -1128,7 +1125,7 @@ class TestLeavesTheLastByteOutOfTheChecksum(ShelfConnectorWorker):
 @broken(
     "test_damaged_blocks_are_a_miss",
     says="the damaged blocks were not replaced: of a prompt of ",
-    passes=("test_load_failure_policy[recompute]",),
+    passes=("test_concurrent_requests[in one step]",),
 )
 class TestReplacesBlocksAtTheThirdFailure(MemoryWorker):
     def load_block(self, name, block):
@@ -1420,17 +1417,14 @@ class TestIgnoresEpochs(TestKeysByCurrentWeights.scheduler):
     says="they were loaded",
     passes=("test_refused_load_is_reported",),
 )
-class TestRefusesOneLoadOnly(MemoryWorker):
+class TestRefusesOneLoadOnly(TestLoadsForAnyWeights.worker):
     """Notices the first change of weights, and no later one."""
 
     refused = 0
 
     def load(self, item):
-        if not self.fence.admits(item.versions):
-            self.refused += 1
-        if self.refused > 1:
-            item.versions = [self.fence.version()] * (self.rank + 1)
-        super().load(item)
+        self.refused += not self.fence.admits(item.versions)
+        (super() if self.refused > 1 else super(TestLoadsForAnyWeights.worker, self)).load(item)
 
 
 # -- many requests
@@ -1438,24 +1432,24 @@ class TestRefusesOneLoadOnly(MemoryWorker):
 
 @broken(
     "test_scheduler_side_does_not_wait",
-    says="calls of get_num_new_matched_tokens() have taken ",
+    says="calls of get_num_new_matched_tokens() took ",
     passes=("test_something_is_loaded",),
 )
 class TestWaitsInLookUps(MemoryScheduler):
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        time.sleep(0.2)
+        time.sleep(0.06)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
 
 @broken(
     "test_scheduler_side_does_not_wait",
-    says="calls of update_connector_output() have taken ",
+    says="calls of update_connector_output() took ",
     hints="all requests wait meanwhile",
     deadline_s=30.0,
 )
 class TestWaitsForWorkers(MemoryScheduler):
     def update_connector_output(self, connector_output):
-        time.sleep(0.1)
+        time.sleep(0.06)
         super().update_connector_output(connector_output)
 
 
