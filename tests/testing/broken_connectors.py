@@ -3,6 +3,8 @@
 import io
 import pickle
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -1533,6 +1535,31 @@ TestListensEverywhere, TestListensEverywhereFromTheFirstSaveOn = (
     )(listening(*row))
     for row in ((MemoryScheduler, "on_new_request"), (MemoryWorker, "wait_for_save"))
 )
+LISTENS = """
+import socket
+with socket.create_server(("0.0.0.0", 0)):
+    print("listening", flush=True)
+    input()
+"""
+
+
+@broken(
+    "test_listens_on_this_host_only",
+    says="these sockets listen beyond this host, and no option says so: [('0.0.0.0', ",
+)
+class TestListensEverywhereInAProcessOfItsOwn(MemoryWorker):
+    def register_kv_caches(self, kv_caches):
+        super().register_kv_caches(kv_caches)
+        command = [sys.executable, "-c", LISTENS]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.server = subprocess.Popen(command, **pipes)
+        self.server.stdout.readline()
+
+    def shutdown(self):
+        super().shutdown()
+        self.server.communicate(b"\n")
+
+
 TestListensOnLoopback = broken(passes=("test_listens_on_this_host_only",))(
     listening(MemoryWorker, "register_kv_caches", where="127.0.0.1")
 )

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import socket
+import struct
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _POLL_S = 0.02
+_TCP_LISTEN = "0A"
 _SHM = "/dev/shm/"  # noqa: S108 - looked at, not written
 
 
@@ -100,14 +102,34 @@ def descendants(pid: str = "self") -> Iterator[str]:
 
 
 def listening_sockets() -> set[tuple[int, int, Any]]:
-    """Return family, type and address of each listening socket of this process."""
+    """Return family, type and address of each listening socket of this process.
+
+    Of the processes below it, those that listen for TCP.
+    """
     found: set[tuple[int, int, Any]] = set()
     for file in Path("/proc/self/fd").iterdir():
         # A descriptor may be closed meanwhile, or be no socket.
         with contextlib.suppress(OSError), _socket_of(int(file.name)) as own:
             if own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 found.add((own.family, own.type, own.getsockname()))
+    for pid in descendants():
+        # A process may end meanwhile.
+        with contextlib.suppress(OSError):
+            found.update(_listening_of(pid))
     return found
+
+
+def _listening_of(pid: str) -> Iterator[tuple[int, int, Any]]:
+    own = {target for _, target in _targets(pid)}
+    for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text("utf-8").splitlines()[1:]:
+            _, where, _, state, *_, inode = line.split()[:10]
+            if state == _TCP_LISTEN and f"socket:[{inode}]" in own:
+                host, _, port = where.partition(":")
+                # Words of the host's byte order.
+                words = struct.unpack(f"={len(host) // 8}I", bytes.fromhex(host))
+                packed = struct.pack(f">{len(words)}I", *words)
+                yield family, socket.SOCK_STREAM, (socket.inet_ntop(family, packed), int(port, 16))
 
 
 def _socket_of(fd: int) -> socket.socket:
