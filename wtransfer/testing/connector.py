@@ -1582,9 +1582,13 @@ class ConnectorConformance(ConformanceKit):
         prompts = some_prompts(8)
         for _ in range(2):
             bed.side_by_side(prompts)
-        before = _held_by(bed)
-        for _ in range(number // len(prompts)):
-            bed.side_by_side(prompts)
+        # A pool may grow once, also to its end; what is kept of requests grows each time.
+        for _ in range(3):
+            before = _held_by(bed)
+            for _ in range(number // len(prompts)):
+                bed.side_by_side(prompts)
+            if not _grown(before, _held_by(bed), number // 2):
+                return
         deadline = Deadline(self.deadline_s)
         while more := _grown(before, _held_by(bed), number // 2):
             # Leases and threads may end a while later.
