@@ -124,8 +124,11 @@ def test_its_own_tests_pass(made, python):
     done = python("-m", "pytest", *options, made[1])
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
-    # The connector moves one group; the guide says how another moves several.
-    assert done.stdout.count("NOT TESTED: ") == done.stdout.count("NOT TESTED: two KV cache groups")
+    # The connector moves one group, the guide says how another moves several; its names are those
+    # of the framework; and a privileged user writes to a folder that is read-only.
+    others = ("two KV cache groups", "blocks whose names collide", "a store that is read-only")
+    counts = [done.stdout.count(f"NOT TESTED: {each}") for each in ("", *others)]
+    assert counts[0] == sum(counts[1:])
 
 
 DROP = f"""
