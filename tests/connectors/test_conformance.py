@@ -142,9 +142,6 @@ class TestTokensConnector(ConnectorConformance):
     connector = "TokensConnector"
     module_path = "tokens_connector"
     is_shared = True
-    expected_failures: ClassVar = {
-        "test_ended_requests_leave_nothing": "it records its calls, for tests of the fence"
-    }
 
     def options_in(self, folder):
         return {"folder": str(folder)}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,7 +62,9 @@ class Scheduling:
     def begin_scheduling(self, config):
         self.read(config)
         self.progress, self.first, self.loads = TrackedRequests(), {}, []
-        self.calls, self.requests, self.steps, self.num_saved, self.met = [], {}, [], 0, None
+        # The latest: nothing is kept of ended requests for good.
+        self.calls, self.steps = deque(maxlen=100), deque(maxlen=100)
+        self.requests, self.num_saved, self.met = {}, 0, None
 
     def read(self, config):
         options = config.kv_transfer_config.kv_connector_extra_config
