@@ -206,7 +206,7 @@ def _gone(folder: Path) -> Iterator[bool]:
 
 FAULTS_OF_FOLDERS = {"full": _full, "read-only": _read_only, "gone": _gone}
 OTHER_TOKENS = _other_tokens()
-"""How prompts differ: those that were saved, the one that is asked for, and its saved tokens."""
+"""By their difference: prompts that were saved, the one that is asked for, its saved tokens."""
 NOT_DAMAGED = (
     "whether damaged blocks are a miss: damage() has damaged nothing. Write `def "
     "damage(self, bed, where)` in the subclass of the kit: change a byte of every block that the "
@@ -220,7 +220,7 @@ NO_PLACES = (
     "damage at the first and last byte of a block, and in each layer: write `def damage(self, bed, "
     "where)`, which changes the byte at this part of each block, from 0.0 to 1.0"
 )
-"""What a test cannot ask of a `damage` without a place."""
+"""Question that a `damage` without a place cannot answer."""
 NO_FILES = (
     "a store that is full, read-only or gone: no file was kept in the folder that options_in() is "
     "given; name it in the connector's options, if it keeps files"
