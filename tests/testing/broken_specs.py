@@ -324,8 +324,8 @@ class TestUnpicklesBlocks(MemorySpecWorker):
 
 
 @broken(
-    "test_nobody_beyond_this_host_reaches_it",
-    says="it listens where others than this host reach it",
+    "test_only_this_host_reaches_it",
+    says="which other hosts reach, and none of the options",
     passes=("test_shutdown_leaves_nothing",),
 )
 class TestListensEverywhere(MemorySpecWorker):

@@ -1221,8 +1221,8 @@ class Listens(MemoryTier):
 
 
 @broken(
-    "test_nobody_beyond_this_host_reaches_it",
-    says="it listens where others than this host reach it",
+    "test_only_this_host_reaches_it",
+    says="which other hosts reach, and none of the options",
     passes=("test_close_leaves_nothing",),
     hints="a server is bound to no address, which is all: bind it to 127.0.0.1",
 )
@@ -1230,16 +1230,16 @@ class TestListensEverywhere(Listens): ...
 
 
 @broken(
-    "test_nobody_beyond_this_host_reaches_it",
-    says="it listens where others than this host reach it",
+    "test_only_this_host_reaches_it",
+    says="which other hosts reach, and none of the options",
 )
 class TestListensEverywhereByIPv6(Listens):
     host = "::"
 
 
 @broken(
-    "test_nobody_beyond_this_host_reaches_it",
-    says="it listens where others than this host reach it",
+    "test_only_this_host_reaches_it",
+    says="which other hosts reach, and none of the options",
     passes=("test_put_replaces",),
 )
 class TestStartsAServerThatListensEverywhere(MemoryTier):
@@ -1260,7 +1260,7 @@ class TestStartsAServerThatListensEverywhere(MemoryTier):
         self.process.communicate()
 
 
-@broken("", passes=("test_nobody_beyond_this_host_reaches_it",))
+@broken("", passes=("test_only_this_host_reaches_it",))
 class TestListensAtLoopback(Listens):
     host = "127.0.0.1"
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import secrets
+import socket
 import subprocess
 import sys
+from collections import deque
 from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 
 import pytest
 
-from wtransfer.testing.leftovers import Leftovers
+from wtransfer.testing.leftovers import Leftovers, listening_sockets, num_kept
 
 SHM = Path("/dev/shm")
 WATCH = """
@@ -75,3 +77,37 @@ def test_leftovers_are_named_in_full(name):
     (SHM / name).touch()
     with pytest.raises(AssertionError, match=f"are left:\n  1 x file /dev/shm/{name}$"):
         leftovers.check(within_s=0)
+
+
+LISTENS = """
+import socket
+with socket.create_server(("127.0.0.1", 0)) as listener:
+    print(listener.getsockname()[1], flush=True)
+    input()
+"""
+
+
+def test_sockets_of_this_process_and_of_its_children_are_found():
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with socket.create_server(("127.0.0.1", 0)) as own:
+        with subprocess.Popen([sys.executable, "-c", LISTENS], **pipes) as child:
+            theirs = int(child.stdout.readline())
+            found = {where for *_, where in listening_sockets()}
+            child.communicate(b"\n")
+        assert {own.getsockname(), ("127.0.0.1", theirs)} <= found
+    assert not {where for *_, where in listening_sockets()} & {("127.0.0.1", theirs)}
+
+
+def test_what_an_object_keeps_is_counted_and_what_has_a_bound_is_not():
+    class Side:
+        def __init__(self):
+            self.kept, self.latest = {}, deque(maxlen=9)
+
+    side = Side()
+    before = num_kept(side)
+    side.latest.extend(range(9))
+    assert num_kept(side) == before
+    for number in range(1000, 1020):
+        side.kept[number] = [number]
+    grown = num_kept(side) - before
+    assert grown == {"dict": 40, "list": 20}

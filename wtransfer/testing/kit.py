@@ -147,6 +147,9 @@ HINTS = (
 _MISTAKES = (NameError, AttributeError, TypeError, NotImplementedError)
 _MISTAKE = re.compile(rf"raised ({'|'.join(each.__name__ for each in _MISTAKES)}): ")
 _HERE = str(Path(__file__).parents[1])
+_LIBRARY = str(Path(os.__file__).parent)
+_NOT_BACKENDS = ("_pytest", "msgspec", "numpy", "pluggy", "pytest", "torch")
+"""Packages that the kits call themselves."""
 
 
 def usually(hint: str) -> Callable[[Test], Test]:
@@ -200,6 +203,9 @@ def _hint(error: BaseException, own: str) -> str:
             return f"the code itself has a mistake, at {Path(file).name}:{line}; or that {own}"
     if _MISTAKE.search(str(error)):
         return f"the backend's own code has this mistake; or that {own}"
+    for each in chain:
+        if place := _place_in_backend(each):
+            return f"the backend raises {type(each).__name__} itself, at {place}; or that {own}"
     return own
 
 
@@ -209,6 +215,21 @@ def kit_zygote() -> Zygote:
     zygote = Zygote(preload=["torch", "wtransfer.testing.mini_engine.instance"])
     atexit.register(zygote.close)
     return zygote
+
+
+def _place_in_backend(error: BaseException) -> str:
+    """Return file and line of the backend's code that raised an error; empty: it was not that."""
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file, module = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
+        if file.startswith(_HERE):
+            # The backend has called what raises.
+            place = ""
+        elif file.startswith(_LIBRARY) and "site-packages" not in file:
+            continue
+        elif module.partition(".")[0] not in _NOT_BACKENDS:
+            place = f"{Path(file).name}:{line}"
+    return place
 
 
 class ConformanceKit:

@@ -1,17 +1,18 @@
-"""Find leftovers of this process: threads, descriptors, shared memory."""
+"""Find what this process holds: threads, descriptors, shared memory, sockets, objects."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import gc
-import ipaddress
+import logging
 import os
 import re
 import sys
 import threading
 import time
-from collections import Counter
+import types
+from collections import Counter, deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,36 +98,32 @@ def descendants(pid: str = "self") -> Iterator[str]:
                 yield from descendants(child)
 
 
-def open_listeners() -> set[str]:
-    """Return the addresses, ``host:port``, at which this process and its descendants listen.
+def num_kept(*roots: object) -> Counter[str]:
+    """Count what objects keep, by class of the keeper: entries, attributes and other references.
 
-    Sockets of the Internet only: beyond this host nobody dials one of Unix.
+    Modules, classes, loggers and threads are no part of an object, nor is what they refer to. What
+    has a bound, as the last numbers of a gauge, does not count.
     """
-    own = {target for pid in ("self", *descendants()) for _, target in _targets(pid)}
-    found = set()
-    for name in ("tcp", "tcp6"):
-        with contextlib.suppress(FileNotFoundError):
-            for line in Path(f"/proc/net/{name}").read_text("ascii").splitlines()[1:]:
-                _, local, _, state, *_ = fields = line.split()
-                if state == "0A" and f"socket:[{fields[9]}]" in own:
-                    host, port = local.split(":")
-                    # Words of four bytes, each as the processor has it.
-                    words = [int(host[n : n + 8], 16) for n in range(0, len(host), 8)]
-                    raw = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
-                    found.add(f"{ipaddress.ip_address(raw)}:{int(port, 16)}")
-    return found
+    counts, seen, waiting = Counter[str](), set[int](), list(roots)
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen or isinstance(each, _NO_PARTS):
+            continue
+        seen.add(id(each))
+        if isinstance(each, deque) and each.maxlen is not None:
+            continue
+        if isinstance(each, types.FunctionType):
+            # Not its globals, which are its module.
+            parts = [*(each.__closure__ or ()), each.__defaults__]
+        else:
+            parts = [part for part in gc.get_referents(each) if part is not type(each)]
+        counts[type(each).__name__] += len(parts)
+        waiting += parts
+    return counts
 
 
-def beyond_loopback(addresses: set[str], options: object) -> list[str]:
-    """Return the addresses that others than this host reach, but for those that options name."""
-    named, found = repr(options), []
-    for address in sorted(addresses):
-        host = address.rpartition(":")[0]
-        is_local = ipaddress.ip_address(host.removeprefix("::ffff:")).is_loopback
-        found += [] if is_local or repr(host) in named else [address]
-    return found
-
-
+_NO_PARTS: tuple[type, ...] = (types.ModuleType, types.CodeType, types.FrameType, type)
+_NO_PARTS += (logging.Logger, threading.Thread, str, bytes, int, float)
 _opened: set[str] = set()
 """Names in ``/dev/shm`` that this process has opened."""
 

@@ -71,7 +71,8 @@ from wtransfer.testing.kit import (
     registered_name,
     usually,
 )
-from wtransfer.testing.leftovers import Leftovers, beyond_loopback, open_listeners
+from wtransfer.testing.leftovers import Leftovers
+from wtransfer.testing.reachable import check_this_host_only, reachable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -889,13 +890,12 @@ class SpecConformance(ConformanceKit):
     @usually(
         "a server is bound to no address, which is all: bind it to 127.0.0.1, or a Unix socket"
     )
-    def test_nobody_beyond_this_host_reaches_it(self, host: MakeHost) -> None:
+    def test_only_this_host_reaches_it(self, host: MakeHost) -> None:
         """It listens at loopback addresses alone, but for those that its options name."""
-        before, made = open_listeners(), host()
+        before, made = reachable(), host()
         made.store([key_of(1)], [0])
         assert made.load([key_of(1)], [1]), _NOT_LOADED
-        beyond = beyond_loopback(open_listeners() - before, self._options_for(FEW, 64))
-        assert beyond == [], "it listens where others than this host reach it"
+        check_this_host_only(reachable() - before, self._options_for(FEW, 64))
 
     @usually("blocks, places or answers pass through pickle: who writes them runs code here")
     def test_nothing_is_unpickled(self, host: MakeHost) -> None:

@@ -67,11 +67,12 @@ from wtransfer.testing.kit import (
     registered_name,
     usually,
 )
-from wtransfer.testing.leftovers import Leftovers, beyond_loopback, open_listeners
+from wtransfer.testing.leftovers import Leftovers
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig
 from wtransfer.testing.mini_engine.engine import make_engine
 from wtransfer.testing.mini_engine.model import LocalWeights, PagedTransformer
 from wtransfer.testing.mini_engine.reference import reference_output, some_prompts
+from wtransfer.testing.reachable import check_this_host_only, reachable
 from wtransfer.testing.spec import Geometry, SpecHost, traced_memory
 from wtransfer.testing.store_faults import empty, files_of, held_up, unwritable
 from wtransfer.testing.tier_process import (
@@ -1132,19 +1133,19 @@ class TierConformance(ConformanceKit):
     @usually(
         "a server is bound to no address, which is all: bind it to 127.0.0.1, or a Unix socket"
     )
-    def test_nobody_beyond_this_host_reaches_it(
+    def test_only_this_host_reaches_it(
         self, open_tier: OpenTier, tier_options: dict[str, Any], key_of: KeyOf
     ) -> None:
         """It listens at loopback addresses alone, but for those that its options name."""
-        before = open_listeners()
+        before = reachable()
         user = open_tier()
         memory = np.zeros(2**16, np.uint8)
         user.tier.register_memory(memory.data)
         _use(user, key_of(1))
-        beyond = beyond_loopback(open_listeners() - before, tier_options)
+        found = reachable() - before
         # The memory outlives it.
         user.close()
-        assert beyond == [], "it listens where others than this host reach it"
+        check_this_host_only(found, tier_options)
 
     # -- blocks over the tier
 

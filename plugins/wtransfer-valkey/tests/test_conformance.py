@@ -75,10 +75,10 @@ class TestValkey(ConnectorConformance):
     def options_in(self, folder):
         return {"spec_name": "valkey", "url": self.made.url, "buffer_bytes": 1 << 20}
 
-    def damage(self, bed):
+    def damage(self, bed, where):
         with self.made.client() as client:
             for name in client.keys("wtransfer:*"):
                 value = bytearray(client.get(name))
-                value[-1] ^= 1
+                value[round(where * (len(value) - 1))] ^= 1
                 client.set(name, bytes(value))
         return True
