@@ -1014,6 +1014,9 @@ class EngineConformance(ConformanceKit):
         elif between == "lost worker":
             for _ in range(2):
                 lost = made.join()
+                # From here on it counts.
+                _publish(made, "before the loss")
+                served.note()
                 try:
                     round_ = self._stop_when_received(made, source, watch)
                     served.check("another worker was about to be lost")
@@ -1623,9 +1626,11 @@ def _error_of(fleet: Fleet, version: str) -> str:
 
 def _end(fleet: Fleet, round_: Round) -> None:
     """Wait for the end of a round that may fail."""
-    # Here: its error, which the publisher keeps, refers to the frame that catches it.
-    with contextlib.suppress(WTransferError):
+    try:
         fleet.finish(round_)
+    except WTransferError as error:
+        # The publisher keeps it, and it would keep the frames of the test, with its models.
+        error.__traceback__ = None
 
 
 def _late(load_weights: Any) -> Any:
