@@ -507,7 +507,7 @@ class EngineConformance(ConformanceKit):
         """An abort leaves the old version, bit for bit, and the engine usable.
 
         It comes before the first tensor is read, while workers are given tensors, or when they
-        have all of them and the vote has not begun. Twice in a row: buffers may take turns.
+        have all of them and the vote has not begun.
         """
         watch, source, is_moving = _Watch(), GatedSource(_served()), False
         if phase == "sending":
@@ -518,23 +518,26 @@ class EngineConformance(ConformanceKit):
         served = _Served(made, source.tensors)
         _publish(made, "v1")
         served.note()
-        for number in range(2):
-            try:
-                if phase == "received":
-                    round_ = self._stop_when_received(made, source.tensors, watch)
-                else:
-                    round_ = self._stop_in_sending(made, source, watch, is_moving=is_moving)
-                served.check(f"round {number} was held")
-                round_.abort("the test says so")
-                _await(self.deadline_s, served.is_idle, "the workers to hear of the abort")
-            finally:
-                watch.received.release()
-                source.gate.set()
-            with pytest.raises(RoundAbortedError, match="the test says so"):
-                made.finish(round_)
-            served.check(f"round {number} was aborted")
-        _publish(made, "v3")
-        served.check_has(source.tensors)
+        # Once, and twice in a row: buffers may take turns.
+        for number in (1, 2):
+            for _ in range(number):
+                try:
+                    if phase == "received":
+                        round_ = self._stop_when_received(made, source.tensors, watch)
+                    else:
+                        round_ = self._stop_in_sending(made, source, watch, is_moving=is_moving)
+                    served.check("a round was held")
+                    round_.abort("the test says so")
+                    _await(self.deadline_s, served.is_idle, "the workers to hear of the abort")
+                finally:
+                    watch.received.release()
+                    source.gate.set()
+                with pytest.raises(RoundAbortedError, match="the test says so"):
+                    made.finish(round_)
+                served.check("a round was aborted")
+            _publish(made, f"after {number}")
+            served.check_has(source.tensors)
+            served.note()
 
     @usually("`receive_weights` swallows the error of `load_weights`, or is left unusable by it")
     @pytest.mark.parametrize("worker", [0, 1])
@@ -784,24 +787,36 @@ class EngineConformance(ConformanceKit):
         made = fleet(source, engine=watch.wrap(worker_cls, twin_cls))
         made.join()
         with contextlib.ExitStack() as stack:
+            # The stranger first: whether it is the token that makes a difference.
             peers = _Strangers(
-                stack, [lambda peer: self.dial_as_stranger(peer, self._token_of(watch))]
+                stack,
+                [
+                    lambda peer: self.dial_as_stranger(peer, self._token_of(watch)[:0]),
+                    lambda peer: self.dial_as_stranger(peer, self._token_of(watch)),
+                ],
             )
-            answers: list[bool] = []
+            answers: list[str] = []
 
             def dial() -> None:
                 peers.dial()
                 # Before the worker itself dials: the trainer may wait for one peer only.
                 while len(answers) < len(peers.sockets):
-                    answers.append(_is_let_in(peers.sockets[len(answers)]))
+                    answers.append(_answer(peers.sockets[len(answers)]))
 
             watch.on_receive = dial
             # The worker whose place the peer has taken may fail.
             _error_of(made, "v1")
-        assert any(answers), (
+        strange, right = answers[::2], answers[1::2]
+        assert "" in right or "sent" in right, (
             "`dial_as_stranger` was given the token of the workers, and its peer was turned away: "
             "so the engine's protocol is another one, and strangers that speak it were not tried"
         )
+        if "sent" not in right and "" in strange:
+            self.not_tested(
+                "a stranger that speaks the engine's protocol: a peer with the token of the "
+                f"workers was sent nothing in {LET_IN_S:g} s, as one without; let dial_as_stranger "
+                "go on with the protocol until an answer comes"
+            )
 
     @usually(
         "the engine listens at '', 0.0.0.0 or ::, or at the address of a network card: listen at "
@@ -1436,15 +1451,15 @@ def _no_tokens(token: Any, another: Any) -> list[Any]:
     return [token[:0], token[:half], another, token[:half] + another[half:], another + another]
 
 
-def _is_let_in(peer: socket.socket) -> bool:
-    """Return whether a peer is sent something, or is not closed for a while."""
+def _answer(peer: socket.socket) -> str:
+    """Return what has become of a peer: "sent" something, "closed", or nothing for a while."""
     peer.settimeout(LET_IN_S)
     try:
-        return bool(peer.recv(1))
+        return "sent" if peer.recv(1) else "closed"
     except TimeoutError:
-        return True
+        return ""
     except OSError:
-        return False
+        return "closed"
 
 
 def _reachable() -> set[tuple[str, int]]:
