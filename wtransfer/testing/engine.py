@@ -579,6 +579,8 @@ class EngineConformance(ConformanceKit):
             source, is_moving = _Moving(GatedSource(_model()), is_moving=False)
             if is_large:
                 source, is_moving = self._moving(fleet, worker_cls, twin_cls)
+                if not is_moving:
+                    break
             tried.append(f"{len(source.tensors) - source.gate_at} of {len(source.tensors)} tensors")
             if self._unblocks(fleet, worker_cls, twin_cls, source, is_moving=is_moving):
                 return
@@ -1027,10 +1029,10 @@ class EngineConformance(ConformanceKit):
                 served.check_has(source)
                 served.note()
         elif between == "lost worker":
-            for _ in range(2):
+            for number in range(2):
                 lost = made.join()
                 # From here on it counts.
-                _publish(made, "before the loss")
+                _publish(made, f"before loss {number}")
                 served.note()
                 try:
                     round_ = self._stop_when_received(made, source, watch)
@@ -1246,8 +1248,7 @@ class _Watch:
                 if finish := getattr(super(), "finish_weight_update", None):
                     finish()
 
-        Trainer.__name__, Worker.__name__ = twin_cls.__name__, worker_cls.__name__
-        return registered_name("engines", Worker)
+        return _registered_as(worker_cls, Worker, Trainer)
 
     def noting(self, load_weights: Any) -> Any:
         """Return the same function, whose calls are recorded in `passed`."""
@@ -1702,8 +1703,14 @@ def _on_two_hosts(hosts: TwoHosts, worker_cls: Any, twin_cls: Any) -> str:
             with hosts.on_worker():
                 super().shutdown()
 
-    Trainer.__name__, Worker.__name__ = twin_cls.__name__, worker_cls.__name__
-    return registered_name("engines", Worker)
+    return _registered_as(worker_cls, Worker, Trainer)
+
+
+def _registered_as(worker_cls: Any, worker: Any, trainer: Any) -> str:
+    """Return the name of an engine whose errors shall name the class that is tested."""
+    worker.__name__, worker.__qualname__ = worker_cls.__name__, worker_cls.__qualname__
+    trainer.__name__ = trainer.__base__.__name__
+    return registered_name("engines", worker)
 
 
 def _round_trip(fleet: Fleet) -> None:
