@@ -427,7 +427,8 @@ class EngineConformance(ConformanceKit):
 
         # The first rounds may fill buffers, a few in turn.
         num_files = live(range(4))
-        leftovers = Leftovers()
+        # A group that is formed anew has other threads.
+        leftovers = Leftovers(threads_by_name=True)
         num_rounds = NUM_LONG_ROUNDS if self._asks_long else NUM_ROUNDS
         more_files = live(range(4, num_rounds)) - num_files
         what = f"{num_rounds - 4} more rounds, each after a dry run, have left more in use"
@@ -696,8 +697,7 @@ class EngineConformance(ConformanceKit):
     ) -> None:
         """Two publishers of one host send at the same time."""
         held, is_moving = self._moving(fleet, worker_cls, twin_cls)
-        other, watch = _served(), _Watch()
-        _change(other, 2)
+        other, watch = {name: each + 2 for name, each in held.tensors.items()}, _Watch()
         first, second = fleet(held, engine=watch.wrap(worker_cls, twin_cls)), fleet(other)
         member = first.join(_zeros(held.tensors))
         beside = second.join()
@@ -1614,9 +1614,9 @@ def _gated(tensors: Mapping[str, torch.Tensor]) -> GatedSource:
     return GatedSource(tensors, gate_at=len(tensors) - 1)
 
 
-def _change(tensors: Mapping[str, torch.Tensor], by: int = 1) -> None:
+def _change(tensors: Mapping[str, torch.Tensor]) -> None:
     for tensor in tensors.values():
-        tensor.add_(by)
+        tensor.add_(1)
 
 
 def _publish(fleet: Fleet, version: str) -> None:
