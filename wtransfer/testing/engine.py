@@ -90,6 +90,8 @@ NUM_BUFFERS = 8
 """Sets of receive buffers in turn that the kit finds: as many rounds come between two commits."""
 SERVED_NBYTES = 2**16
 """Bytes of a tensor that is surely adopted: smaller ones are copied."""
+QUIET_S = 0.2
+"""Time without a tensor after which a stopped trainer has sent what it could, in seconds."""
 SLOW_TENSOR_MS = 2.0
 """Time per small tensor above which the kit prints a line."""
 LATE_S = 0.2
@@ -333,7 +335,13 @@ class EngineConformance(ConformanceKit):
     def _is_moving(self, watch: _Watch) -> bool:
         """Wait until a worker was given a tensor of the round that is stopped."""
         # Half: after the whole time without progress the round ends with StallError.
-        return _in_time(lambda: sum(watch.passed) > 0, self.deadline_s / 2)
+        end = Deadline(self.deadline_s / 2)
+        is_moving = _in_time(lambda: sum(watch.passed) > 0, end.remaining())
+        # What was sent arrives: a transport may keep a transfer that is cut off for a while.
+        before = -1
+        while before < (before := sum(watch.passed)) and not end.expired:
+            time.sleep(QUIET_S)
+        return is_moving
 
     def _moving(self, fleet: MakeFleet, worker_cls: type, twin_cls: type) -> _Moving:
         """Return a source that stops while tensors are on their way, where the engine can."""
