@@ -75,8 +75,8 @@ LATE_TENSOR_NBYTES = 2**17
 """Bytes of each of them."""
 NUM_ARRIVING = 12
 """Number of tensors whose arrival one by one is watched, and of a round that is ended amid them."""
-ARRIVING_NBYTES = 4 * 2**20
-"""Bytes of each of them: some fill a usual bucket, and all of them several."""
+ARRIVING = (4 * 2**20, 16 * 2**20)
+"""Bytes of each of them: some fill a usual bucket, and all of them several; or else a large one."""
 HELD_NBYTES = 33 * 2**20
 """Bytes of a round before and after which memory is compared: so many that the C library gives
 them back as they are freed."""
@@ -291,15 +291,16 @@ class EngineConformance(ConformanceKit):
     ) -> None:
         """The trainer's last tensor is held back; a worker has been given others by then."""
         # What a bucket of the engine holds comes in one call: so a second time, four times as much.
-        for nbytes in (ARRIVING_NBYTES, 4 * ARRIVING_NBYTES):
+        for nbytes in ARRIVING:
             watch = _Watch()
             in_time = self._passes_on_in_time(
                 fleet, watch.wrap(worker_cls, twin_cls), watch, nbytes
             )
-            in_one = max(watch.passed) > sum(watch.passed) // 2
+            in_one = watch.is_in_one
             if in_time or not in_one:
                 break
-        self._moving_nbytes[type(self)] = nbytes if in_time else 0
+        if not in_time:
+            self._moving_nbytes[type(self)] = 0
         told = (
             f"{NUM_ARRIVING - 1} of {NUM_ARRIVING} tensors of {nbytes:,} bytes, and "
             "nothing was passed on by `load_weights` before the trainer had read the last one"
@@ -315,7 +316,14 @@ class EngineConformance(ConformanceKit):
         if not in_time:
             self.note(f"{told}; if moving them is no progress of the trainer's source, {end}")
 
-    def _passes_on_in_time(self, fleet: MakeFleet, engine: str, watch: _Watch, nbytes: int) -> bool:
+    def _passes_on_in_time(
+        self,
+        fleet: MakeFleet,
+        engine: str,
+        watch: _Watch,
+        nbytes: int,
+        within_s: float | None = None,
+    ) -> bool:
         """Run a round of tensors; return whether some came before the last one was read."""
         source = _gated(_large(nbytes))
         made = fleet(source, engine=engine)
@@ -324,7 +332,7 @@ class EngineConformance(ConformanceKit):
         round_ = made.publisher.publish("v1", wait=False)
         try:
             assert source.reached.wait(self.deadline_s)
-            in_time = self._is_moving(watch)
+            in_time = self._is_moving(watch, within_s)
         finally:
             source.gate.set()
         made.finish(round_)
@@ -332,10 +340,10 @@ class EngineConformance(ConformanceKit):
         made.close()
         return in_time
 
-    def _is_moving(self, watch: _Watch) -> bool:
+    def _is_moving(self, watch: _Watch, within_s: float | None = None) -> bool:
         """Wait until a worker was given a tensor of the round that is stopped."""
         # Half: after the whole time without progress the round ends with StallError.
-        end = Deadline(self.deadline_s / 2)
+        end = Deadline(within_s or self.deadline_s / 2)
         is_moving = _in_time(lambda: sum(watch.passed) > 0, end.remaining())
         # What was sent arrives: a transport may keep a transfer that is cut off for a while.
         before = -1
@@ -345,19 +353,19 @@ class EngineConformance(ConformanceKit):
 
     def _moving(self, fleet: MakeFleet, worker_cls: type, twin_cls: type) -> _Moving:
         """Return a source that stops while tensors are on their way, where the engine can."""
-        cls, sizes = type(self), (ARRIVING_NBYTES, 4 * ARRIVING_NBYTES)
+        cls = type(self)
         if cls not in self._moving_nbytes:
-            tried = ((nbytes, _Watch()) for nbytes in sizes)
-            self._moving_nbytes[cls] = next(
-                (
-                    nbytes
-                    for nbytes, watch in tried
-                    if self._passes_on_in_time(
-                        fleet, watch.wrap(worker_cls, twin_cls), watch, nbytes
-                    )
-                ),
-                0,
-            )
+            # The smaller, the sooner a round is over; an engine with small buckets needs no more.
+            tries = ((SERVED_NBYTES, UNBLOCKED_WITHIN_S), *((each, None) for each in ARRIVING))
+            self._moving_nbytes[cls] = 0
+            for nbytes, within_s in tries:
+                watch = _Watch()
+                engine = watch.wrap(worker_cls, twin_cls)
+                if self._passes_on_in_time(fleet, engine, watch, nbytes, within_s):
+                    self._moving_nbytes[cls] = nbytes
+                    break
+                if within_s is None and not watch.is_in_one:
+                    break
         nbytes = self._moving_nbytes[cls]
         if nbytes:
             return _Moving(_gated(_large(nbytes)), is_moving=True)
@@ -1257,6 +1265,11 @@ class _Watch:
                     finish()
 
         return _registered_as(worker_cls, Worker, Trainer)
+
+    @property
+    def is_in_one(self) -> bool:
+        """True if one call of ``load_weights`` was given most of the bytes."""
+        return max(self.passed) > sum(self.passed) // 2
 
     def noting(self, load_weights: Any) -> Any:
         """Return the same function, whose calls are recorded in `passed`."""
