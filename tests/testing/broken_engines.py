@@ -1231,6 +1231,24 @@ class TestCountsBucketsThatNobodyHasTaken(PackedTrainer):
         self.num_open = 0
 
 
+@broken(
+    "test_an_aborted_round_changes_nothing[sending]",
+    says="1 of 4 pieces never arrived: 'embedding'",
+    passes=("test_an_aborted_round_changes_nothing[first]",),
+)
+class TestGoesOnWhereAFailedRoundHasEnded(MemoryEngine):
+    first = 0
+
+    def receive_weights(self, update_info, load_weights):
+        def load(pairs):
+            load_weights(pairs)
+            self.first += len(pairs)
+
+        update_info.names = update_info.names[self.first :]
+        super().receive_weights(update_info, load)
+        self.first = 0
+
+
 # -- what nobody without the token may reach
 
 

@@ -84,8 +84,8 @@ NUM_ROUNDS = 12
 """Rounds of a life after which as much is in use as after its first ones."""
 NUM_LONG_ROUNDS = 100
 """The same where tests may take minutes."""
-HELD = (0, 1)
-"""Workers that the kit holds before their vote."""
+NUM_HELD = 2
+"""Number of workers that the kit holds before their vote."""
 NUM_BUFFERS = 8
 """Sets of receive buffers in turn that the kit finds: as many rounds come between two commits."""
 SERVED_NBYTES = 2**16
@@ -539,7 +539,9 @@ class EngineConformance(ConformanceKit):
         for number in (1, 2):
             for _ in range(number):
                 try:
-                    if phase == "received":
+                    if phase == "first":
+                        round_ = self._begin_stopped(made, source, watch)
+                    elif phase == "received":
                         round_ = self._stop_when_received(made, source.tensors, watch)
                     else:
                         round_ = self._stop_in_sending(made, source, watch, is_moving=is_moving)
@@ -547,8 +549,7 @@ class EngineConformance(ConformanceKit):
                     round_.abort("the test says so")
                     _await(self.deadline_s, served.is_idle, "the workers to hear of the abort")
                 finally:
-                    watch.received.release()
-                    source.gate.set()
+                    watch.release(source)
                 with pytest.raises(RoundAbortedError, match="the test says so"):
                     made.finish(round_)
                 served.check("a round was aborted")
@@ -698,7 +699,7 @@ class EngineConformance(ConformanceKit):
             round_ = self._stop_in_sending(made, source, watch, is_moving=is_moving)
             lost.session.close()
             made.members.remove(lost)
-            source.gate.set()
+            watch.release(source)
             _end(made, round_)
             _change(source.tensors)
             _publish(made, "v2")
@@ -722,7 +723,7 @@ class EngineConformance(ConformanceKit):
         try:
             _publish(second, "w1")
         finally:
-            held.gate.set()
+            watch.release(held)
         first.finish(round_)
         assert member.contents == contents(held.tensors)
         assert beside.contents == contents(other)
@@ -918,21 +919,22 @@ class EngineConformance(ConformanceKit):
     def _stop_in_sending(
         self, fleet: Fleet, source: GatedSource, watch: _Watch, *, is_moving: bool
     ) -> Round:
-        """Begin a round, of changed weights, that waits at a tensor, while others are on their way.
+        """Begin a round, of changed weights, that is stopped while workers are given tensors.
 
         Args:
             fleet: Its publisher begins it.
-            source: Waits.
-            watch: Of the fleet's engine.
-            is_moving: True if workers have been given some by then, as `_moving` has found.
+            source: Waits, if that is amid the tensors that workers are given.
+            watch: Of the fleet's engine; stops the first worker otherwise, between two of them.
+            is_moving: True if they are given some while the source waits, as `_moving` has found.
         """
-        round_ = self._begin_stopped(fleet, source, watch)
-        if source.gate_at and not (is_moving and self._is_moving(watch)):
-            self.not_tested(
-                "a round that ends while workers are given tensors: none was, before the trainer "
-                f"had read the last of {len(source.tensors)}; send while it reads, or give "
-                "`options` with smaller buckets"
-            )
+        if is_moving:
+            round_ = self._begin_stopped(fleet, source, watch)
+            self._is_moving(watch)
+            return round_
+        _change(source.tensors)
+        watch.passing.hold(1)
+        round_ = fleet.publisher.publish("stopped", wait=False)
+        _await(self.deadline_s, lambda: watch.passing.num_waiting or round_.done, "a tensor")
         return round_
 
     def _begin_stopped(self, fleet: Fleet, source: GatedSource, watch: _Watch) -> Round:
@@ -954,9 +956,9 @@ class EngineConformance(ConformanceKit):
     ) -> Round:
         """Begin a round, of changed weights, and stop the first two workers before they vote."""
         _change(tensors)
-        watch.received.hold()
+        watch.received.hold(NUM_HELD)
         round_ = fleet.publisher.publish("received", wait=False)
-        _await(self.deadline_s, lambda: watch.received.is_reached or round_.done, "the receivers")
+        _await(self.deadline_s, lambda: watch.received.is_full or round_.done, "the receivers")
         return round_
 
     @usually(
@@ -1056,7 +1058,7 @@ class EngineConformance(ConformanceKit):
                     lost.session.close()
                     made.members.remove(lost)
                 finally:
-                    watch.received.release()
+                    watch.release()
                 _end(made, round_)
                 served.check("another worker was lost")
         elif between == "catch-up":
@@ -1205,6 +1207,8 @@ class _Watch:
         """True if each ``receive_weights`` is preceded by an ``abort_weight_update``."""
         self.aborted: list[Any] = []
         """The workers that were aborted early."""
+        self.passing = _Hold()
+        """Where workers wait that have passed on tensors."""
         self.received = _Hold()
         """Where workers wait that have all tensors, before they vote."""
         self.init_info: Any = None
@@ -1255,7 +1259,10 @@ class _Watch:
                     if watch.is_aborted_early:
                         call_apart(lambda: _abort(self), "kit")
                         watch.aborted.append(self)
-                    super().receive_weights(update_info, watch.noting(load_weights))
+                    super().receive_weights(
+                        update_info,
+                        watch.noting(load_weights, self.parallel_config.data_parallel_index),
+                    )
                 finally:
                     watch.receiving.remove(self)
 
@@ -1271,8 +1278,15 @@ class _Watch:
         """True if one call of ``load_weights`` was given most of the bytes."""
         return max(self.passed) > sum(self.passed) // 2
 
-    def noting(self, load_weights: Any) -> Any:
-        """Return the same function, whose calls are recorded in `passed`."""
+    def release(self, source: GatedSource | None = None) -> None:
+        """Let workers go on that are held, and a source that waits."""
+        self.passing.release()
+        self.received.release()
+        if source is not None:
+            source.gate.set()
+
+    def noting(self, load_weights: Any, number: int) -> Any:
+        """Return a worker's function, whose calls are recorded in `passed`."""
 
         def noted(pairs: Any) -> Iterator[Any]:
             # One by one: an engine may reuse a buffer for the next tensor.
@@ -1283,7 +1297,9 @@ class _Watch:
         def load(pairs: Any) -> Any:
             self.on_receive()
             self.passed.append(0)
-            return load_weights(noted(pairs))
+            loaded = load_weights(noted(pairs))
+            self.passing.wait(number)
+            return loaded
 
         return load
 
@@ -1304,16 +1320,18 @@ class _Watch:
 
 
 class _Hold:
-    """Where the first two workers wait while they are held."""
+    """Where the first workers wait while they are held."""
 
     def __init__(self) -> None:
         self._go_on = threading.Event()
         self._go_on.set()
+        self._num_held = 0
         self._waiting: set[int] = set()
 
-    def hold(self) -> None:
-        """Have them wait from now on."""
+    def hold(self, number: int) -> None:
+        """Have as many wait from now on."""
         self._waiting.clear()
+        self._num_held = number
         self._go_on.clear()
 
     def release(self) -> None:
@@ -1321,13 +1339,18 @@ class _Hold:
         self._go_on.set()
 
     @property
-    def is_reached(self) -> bool:
-        """True if both wait."""
-        return len(self._waiting) == len(HELD)
+    def num_waiting(self) -> int:
+        """Number of workers that wait, or have waited."""
+        return len(self._waiting)
+
+    @property
+    def is_full(self) -> bool:
+        """True if all of them wait."""
+        return self.num_waiting == self._num_held
 
     def wait(self, number: int) -> None:
         """Wait, if this worker is held."""
-        if number in HELD and not self._go_on.is_set():
+        if number < self._num_held and not self._go_on.is_set():
             self._waiting.add(number)
             self._go_on.wait()
 
