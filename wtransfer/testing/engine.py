@@ -713,13 +713,15 @@ class EngineConformance(ConformanceKit):
         self, fleet: MakeFleet, worker_cls: type, twin_cls: type
     ) -> None:
         """Two publishers of one host send at the same time."""
-        held, is_moving = self._moving(fleet, worker_cls, twin_cls)
+        held, _ = self._moving(fleet, worker_cls, twin_cls)
         other, watch = {name: each + 2 for name, each in held.tensors.items()}, _Watch()
         first, second = fleet(held, engine=watch.wrap(worker_cls, twin_cls)), fleet(other)
         member = first.join(_zeros(held.tensors))
         beside = second.join()
         _publish(first, "v1")
-        round_ = self._stop_in_sending(first, held, watch, is_moving=is_moving)
+        # The trainer, whether workers have been given some by then or not: it is amid its own.
+        round_ = self._begin_stopped(first, held, watch)
+        self._is_moving(watch, QUIET_S)
         try:
             _publish(second, "w1")
         finally:
