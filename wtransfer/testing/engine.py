@@ -746,6 +746,7 @@ class EngineConformance(ConformanceKit):
         watch = _Watch()
         source = {"weight": random_tensor(torch.float32, (64, 64), seed=5)}
         weights = source["weight"].cpu().numpy().tobytes()
+        another: Any = None
         speaks: list[Speak] = [lambda _peer: None, _send_noise]
         is_spoken = type(self).dial_as_stranger is not EngineConformance.dial_as_stranger
         if is_spoken:
@@ -771,7 +772,7 @@ class EngineConformance(ConformanceKit):
                 "connect, as another peer keeps the listener busy, or it is closed too soon"
             )
         if is_spoken:
-            self._check_lets_in(fleet, worker_cls, twin_cls, source)
+            self._check_lets_in(fleet, worker_cls, twin_cls, source, another)
         else:
             self.not_tested(
                 "a stranger that speaks the engine's protocol; write "
@@ -801,33 +802,35 @@ class EngineConformance(ConformanceKit):
         return self._token_of(watch)
 
     def _check_lets_in(
-        self, fleet: MakeFleet, worker_cls: type, twin_cls: type, source: Mapping[str, torch.Tensor]
+        self,
+        fleet: MakeFleet,
+        worker_cls: type,
+        twin_cls: type,
+        source: Mapping[str, torch.Tensor],
+        another: Any,
     ) -> None:
         """Check that a peer with the workers' token gets in by the same call, in their place."""
         watch = _Watch()
         made = fleet(source, engine=watch.wrap(worker_cls, twin_cls))
         made.join()
+        strange: list[str] = []
+        right: list[str] = []
         with contextlib.ExitStack() as stack:
-            # The stranger first: whether it is the token that makes a difference.
-            peers = _Strangers(
-                stack,
-                [
-                    lambda peer: self.dial_as_stranger(peer, self._token_of(watch)[:0]),
-                    lambda peer: self.dial_as_stranger(peer, self._token_of(watch)),
-                ],
+            known = _Strangers(
+                stack, [lambda peer: self.dial_as_stranger(peer, self._token_of(watch))]
             )
-            answers: list[str] = []
+            unknown = _Strangers(stack, [lambda peer: self.dial_as_stranger(peer, another)])
 
             def dial() -> None:
-                peers.dial()
                 # Before the worker itself dials: the trainer may wait for one peer only.
-                while len(answers) < len(peers.sockets):
-                    answers.append(_answer(peers.sockets[len(answers)]))
+                for answers, peers in ((strange, unknown), (right, known)):
+                    peers.dial()
+                    while peers.sockets:
+                        answers.append(_answer(peers.sockets.pop()))
 
             watch.on_receive = dial
             # The worker whose place the peer has taken may fail.
             _error_of(made, "v1")
-        strange, right = answers[::2], answers[1::2]
         assert "" in right or "sent" in right, (
             "`dial_as_stranger` was given the token of the workers, and its peer was turned away: "
             "so the engine's protocol is another one, and strangers that speak it were not tried"
@@ -1499,14 +1502,15 @@ def _no_tokens(token: Any, another: Any) -> list[Any]:
 
 
 def _answer(peer: socket.socket) -> str:
-    """Return what has become of a peer: "sent" something, "closed", or nothing for a while."""
-    peer.settimeout(LET_IN_S)
-    try:
-        return "sent" if peer.recv(1) else "closed"
-    except TimeoutError:
-        return ""
-    except OSError:
-        return "closed"
+    """Close a peer; return whether it was "sent" something, "closed", or nothing for a while."""
+    with peer:
+        peer.settimeout(LET_IN_S)
+        try:
+            return "sent" if peer.recv(1) else "closed"
+        except TimeoutError:
+            return ""
+        except OSError:
+            return "closed"
 
 
 def _reachable() -> set[tuple[str, int]]:
