@@ -23,10 +23,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import ipaddress
 import os
-import socket
-import sys
 import threading
 import time
 from pathlib import Path
@@ -53,17 +50,27 @@ from wtransfer.testing.faults import Fault, Faults
 from wtransfer.testing.fleet import Fleet, GatedSource
 from wtransfer.testing.kit import ConformanceKit, recorded_unpickling, registered_name, usually
 from wtransfer.testing.leftovers import Leftovers, descendants
+from wtransfer.testing.strangers import (
+    LET_IN_S,
+    Strangers,
+    answer_of,
+    is_loopback,
+    no_tokens,
+    reachable,
+    send_noise,
+)
 from wtransfer.testing.two_hosts import TRAINER_ADDRESS, NoTwoHostsError, TwoHosts
 from wtransfer.weight_sync.worker.target import StateDictTarget
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    import socket
+    from collections.abc import Callable, Iterator, Mapping
 
     from wtransfer.testing.fleet import Member
     from wtransfer.weight_sync.trainer.round_handle import Round
 
     MakeFleet = Callable[..., Fleet]
-    Speak = Callable[[socket.socket], None]
+    from wtransfer.testing.strangers import Speak
 
 BIG_NBYTES = 24 * 2**20 + 4
 """Bytes of the one big tensor: larger than a usual bucket, and no multiple of it."""
@@ -98,15 +105,9 @@ LATE_S = 0.2
 """Delay of a late worker, and the time that its first tensor takes, in seconds."""
 UNBLOCKED_WITHIN_S = 1.0
 """Time that an engine gets to return after ``abort_weight_update``, as in a round."""
-LET_IN_S = 2.0
-"""Time that a peer with the right token waits for an answer, in seconds."""
-STRANGER_READS = 1 << 20
-"""Most bytes that a stranger reads at a time."""
 KEPT = "kept"
 """Name of the folder in which each publisher of a test has its own."""
 _OTHER = "a worker has other tensors than the trainer"
-STRANGER_FDS = 64
-"""Most descriptors that a stranger accepts with them."""
 
 
 class EngineConformance(ConformanceKit):
@@ -747,19 +748,19 @@ class EngineConformance(ConformanceKit):
         source = {"weight": random_tensor(torch.float32, (64, 64), seed=5)}
         weights = source["weight"].cpu().numpy().tobytes()
         another: Any = None
-        speaks: list[Speak] = [lambda _peer: None, _send_noise]
+        speaks: list[Speak] = [lambda _peer: None, send_noise]
         is_spoken = type(self).dial_as_stranger is not EngineConformance.dial_as_stranger
         if is_spoken:
             another = self._other_token(fleet, worker_cls, twin_cls)
             speaks += [
                 functools.partial(self._dial_without_token, watch, another, number)
-                for number in range(len(_no_tokens("", "")))
+                for number in range(len(no_tokens("", "")))
             ]
         # A publisher's own listener is authenticated; it is there from now on.
         made = fleet(source, engine=watch.wrap(worker_cls, twin_cls))
         members = [made.join(), made.join()]
         with contextlib.ExitStack() as stack:
-            strangers = _Strangers(stack, speaks)
+            strangers = Strangers(stack, speaks)
             watch.on_receive = strangers.dial
             _publish(made, "v1")
             if not strangers.found:
@@ -782,7 +783,7 @@ class EngineConformance(ConformanceKit):
     def _dial_without_token(
         self, watch: _Watch, another: Any, number: int, peer: socket.socket
     ) -> None:
-        self.dial_as_stranger(peer, _no_tokens(self._token_of(watch), another)[number])
+        self.dial_as_stranger(peer, no_tokens(self._token_of(watch), another)[number])
 
     def _token_of(self, watch: _Watch) -> Any:
         token = getattr(watch.init_info, self.token_field, None)
@@ -816,17 +817,17 @@ class EngineConformance(ConformanceKit):
         strange: list[str] = []
         right: list[str] = []
         with contextlib.ExitStack() as stack:
-            known = _Strangers(
+            known = Strangers(
                 stack, [lambda peer: self.dial_as_stranger(peer, self._token_of(watch))]
             )
-            unknown = _Strangers(stack, [lambda peer: self.dial_as_stranger(peer, another)])
+            unknown = Strangers(stack, [lambda peer: self.dial_as_stranger(peer, another)])
 
             def dial() -> None:
                 # Before the worker itself dials: the trainer may wait for one peer only.
                 for answers, peers in ((strange, unknown), (right, known)):
                     peers.dial()
                     while peers.sockets:
-                        answers.append(_answer(peers.sockets.pop()))
+                        answers.append(answer_of(peers.sockets.pop()))
 
             watch.on_receive = dial
             # The worker whose place the peer has taken may fail.
@@ -854,20 +855,20 @@ class EngineConformance(ConformanceKit):
         Those of this process and of its children: they listen, or take datagrams.
         """
         watch = _Watch()
-        before = _reachable()
+        before = reachable()
         source = _served()
         made = fleet(source, engine=watch.wrap(worker_cls, twin_cls))
         for _ in range(2):
             made.join()
         found: set[tuple[str, int]] = set()
-        watch.on_receive = lambda: found.update(_reachable() - before)
+        watch.on_receive = lambda: found.update(reachable() - before)
         for version in ("v1", "v2"):
             _publish(made, version)
         named = {str(each) for each in self.options_in(tmp_path).values()}
         beyond = [
             f"[{host}]:{port}"
             for host, port in sorted(found)
-            if not _is_loopback(host) and host not in named
+            if not is_loopback(host) and host not in named
         ]
         assert not beyond, (
             f"the engine listens at {', '.join(beyond)}, which other hosts reach, and none of the "
@@ -1421,167 +1422,12 @@ def _why(member: Member, when: str) -> str:
     return f"{when}; the worker says: {said}" if said else when
 
 
-class _Strangers:
-    """Peers that dial each socket at which this process listens from now on, one for each speech.
-
-    Args:
-        stack: Closes them.
-        speaks: What they do once they are connected.
-    """
-
-    def __init__(self, stack: contextlib.ExitStack, speaks: Sequence[Speak]) -> None:
-        self.found: list[str] = []
-        """Where it listens."""
-        self.sockets: list[socket.socket] = []
-        """The peers that were connected."""
-        self._stack, self._speaks = stack, speaks
-        self._dialled = _listening()
-        self._lock = threading.Lock()
-
-    def dial(self) -> None:
-        """Dial each new socket."""
-        with self._lock:
-            new = _listening() - self._dialled
-            self._dialled |= new
-            for family, kind, address in new:
-                self.found.append(str(address))
-                for speak in self._speaks:
-                    peer = self._stack.enter_context(socket.socket(family, kind))
-                    peer.settimeout(5)
-                    # The listener is closed by now, or turns a stranger away at once.
-                    with contextlib.suppress(OSError):
-                        peer.connect(address)
-                        self.sockets.append(peer)
-                        speak(peer)
-
-    def check(self, weights: bytes) -> None:
-        """Fail if a peer was sent these bytes, as many, or a descriptor of a file with them."""
-        for peer in self.sockets:
-            peer.settimeout(0.05)
-            received = b""
-            with contextlib.suppress(OSError):
-                while True:
-                    part, fds, *_ = socket.recv_fds(peer, STRANGER_READS, STRANGER_FDS)
-                    try:
-                        given = any(_contains(fd, weights) for fd in fds)
-                    finally:
-                        for fd in fds:
-                            os.close(fd)
-                    assert not given, "a stranger was given a descriptor of weights"
-                    if not part:
-                        break
-                    received += part
-            assert weights[:64] not in received, "a stranger was sent weights"
-            # Random bytes do not get fewer by compression or encryption.
-            assert len(received) < len(weights) // 2, (
-                f"a stranger was sent {len(received):,} bytes, of weights of {len(weights):,}"
-            )
-
-
-def _listening() -> set[tuple[int, int, Any]]:
-    """Return family, type and a reachable address of each listening socket of this process."""
-    found: set[tuple[int, int, Any]] = set()
-    for file in Path("/proc/self/fd").iterdir():
-        # A descriptor may be closed meanwhile, or be no socket.
-        with contextlib.suppress(OSError), _socket_of(int(file.name)) as own:
-            if own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                # A wildcard address reaches this host, too.
-                found.add((own.family, own.type, own.getsockname()))
-    return found
-
-
-def _send_noise(peer: socket.socket) -> None:
-    peer.sendall(b"GET / HTTP/1.1\r\n\r\n" * 8)
-
-
-def _no_tokens(token: Any, another: Any) -> list[Any]:
-    """Return tokens that are none: empty, cut, another's, right in the first half, too long."""
-    # An even number: digits come in pairs.
-    half = len(token) // 4 * 2
-    return [token[:0], token[:half], another, token[:half] + another[half:], another + another]
-
-
-def _answer(peer: socket.socket) -> str:
-    """Close a peer; return whether it was "sent" something, "closed", or nothing for a while."""
-    with peer:
-        peer.settimeout(LET_IN_S)
-        try:
-            return "sent" if peer.recv(1) else "closed"
-        except TimeoutError:
-            return ""
-        except OSError:
-            return "closed"
-
-
-def _reachable() -> set[tuple[str, int]]:
-    """Return address and port of each socket of this process, and its children, that IP reaches.
-
-    They listen, or take datagrams of whoever sends some.
-    """
-    found: set[tuple[str, int]] = set()
-    own = {
-        target
-        for pid in ["self", *descendants()]
-        for target in _links(Path(f"/proc/{pid}/fd"))
-        if target.startswith("socket:")
-    }
-    for name, state in (("tcp", "0A"), ("tcp6", "0A"), ("udp", "07"), ("udp6", "07")):
-        table = Path(f"/proc/net/{name}")
-        for line in table.read_text("utf-8").splitlines()[1:] if table.exists() else ():
-            row = line.split()
-            if row[3] == state and f"socket:[{row[9]}]" in own:
-                host, port = row[1].split(":")
-                # Words of 32 bits, in this machine's order.
-                words = [int(host[at : at + 8], 16) for at in range(0, len(host), 8)]
-                raw = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
-                found.add((str(ipaddress.ip_address(raw)), int(port, 16)))
-    return found
-
-
-def _links(folder: Path) -> Iterator[str]:
-    # The process, or a descriptor, may be gone.
-    with contextlib.suppress(OSError):
-        for file in folder.iterdir():
-            with contextlib.suppress(OSError):
-                yield str(file.readlink())
-
-
-def _is_loopback(host: str) -> bool:
-    address = ipaddress.ip_address(host)
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
-
-
 def _command(pid: str) -> str:
     """Return a process's number and what it runs."""
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         return f"{pid} ({b' '.join(words).decode('utf-8', 'replace').strip()[:80]})"
     return pid
-
-
-def _socket_of(fd: int) -> socket.socket:
-    """Return another object of a socket.
-
-    Raises:
-        OSError: The descriptor is no socket.
-    """
-    own = os.dup(fd)
-    try:
-        return socket.socket(fileno=own)
-    except OSError:
-        os.close(own)
-        raise
-
-
-def _contains(fd: int, sought: bytes) -> bool:
-    """Return whether a file contains these bytes; False if it cannot be read at an offset."""
-    offset, tail = 0, b""
-    with contextlib.suppress(OSError):
-        while part := os.pread(fd, STRANGER_READS, offset):
-            if sought in tail + part:
-                return True
-            offset, tail = offset + len(part), part[-len(sought) :]
-    return False
 
 
 def _resident() -> int:
