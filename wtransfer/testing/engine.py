@@ -103,6 +103,8 @@ SLOW_TENSOR_MS = 2.0
 """Time per small tensor above which the kit prints a line."""
 LATE_S = 0.2
 """Delay of a late worker, and the time that its first tensor takes, in seconds."""
+ENTERED_WITHIN_S = 0.5
+"""Time after which nobody is taken to receive, where another try follows, in seconds."""
 UNBLOCKED_WITHIN_S = 1.0
 """Time that an engine gets to return after ``abort_weight_update``, as in a round."""
 KEPT = "kept"
@@ -357,7 +359,7 @@ class EngineConformance(ConformanceKit):
         cls = type(self)
         if cls not in self._moving_nbytes:
             # The smaller, the sooner a round is over; an engine with small buckets needs no more.
-            tries = ((SERVED_NBYTES, UNBLOCKED_WITHIN_S), *((each, None) for each in ARRIVING))
+            tries = ((SERVED_NBYTES, ENTERED_WITHIN_S), *((each, None) for each in ARRIVING))
             self._moving_nbytes[cls] = 0
             for nbytes, within_s in tries:
                 watch = _Watch()
@@ -1311,7 +1313,7 @@ class _Watch:
 
     def blocked(self) -> list[Any]:
         """Return the workers that are receiving now, and still a while later."""
-        _in_time(lambda: bool(self.receiving))
+        _in_time(lambda: bool(self.receiving), ENTERED_WITHIN_S)
         first = list(self.receiving)
         time.sleep(0.1)
         return [engine for engine in first if engine in self.receiving]
