@@ -106,6 +106,10 @@ def test_hint_of_an_error_replaces_that_of_the_test(call, hint):
             raising(ValueError("receive_weights raised NameError: name 'x' is not defined")),
             "the backend's own code has this mistake",
         ),
+        (
+            raising(EngineError("receive_weights raised KeyError: 'x' (at engine.py:3)")),
+            "the backend itself raises this error, at the place that it names",
+        ),
         (raising(DigestMismatchError("x")), "memory or a file was rewritten while it was read"),
         (raising(ConnectionRefusedError(111, "Connection refused")), "nothing listens at the"),
         (raising(AssertionError("a call of the tier has not returned in 6 s")), HANGS),

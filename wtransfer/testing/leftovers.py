@@ -29,11 +29,16 @@ class Leftovers:
     Linux only. Descriptors and mappings are counted by kind, since their numbers are reused. A file
     in ``/dev/shm`` counts if this process has opened it from Python, or if it or one of its
     children holds it: other processes make and remove files there at any time.
+
+    Args:
+        threads_by_name: Whether a thread may take the place of another of its name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, threads_by_name: bool = False) -> None:
+        self._by_name = threads_by_name
         _record_opened_files()
         self._threads = set(threading.enumerate())
+        self._named = Counter(_kind(thread.name) for thread in self._threads)
         self._held = _held()
 
     def found(self, within_s: float = 5.0) -> list[str]:
@@ -64,13 +69,21 @@ class Leftovers:
 
     def _more(self) -> list[str]:
         threads = [t.name for t in threading.enumerate() if t not in self._threads]
+        if self._by_name:
+            now = Counter(_kind(t.name) for t in threading.enumerate())
+            threads = list((now - self._named).elements())
         more = [f"{number} x {what}" for what, number in (_held() - self._held).items()]
         return [f"thread {name}" for name in threads] + more
 
 
+def _kind(name: str) -> str:
+    """Return a name without its numbers."""
+    return re.sub("[0-9]+", "#", name)
+
+
 def _held() -> Counter[str]:
     own = list(_targets("self"))
-    held = Counter(f"{kind} of {re.sub('[0-9]+', '#', target)}" for kind, target in own)
+    held = Counter(f"{kind} of {_kind(target)}" for kind, target in own)
     ours = {_opened_name(target) for _, target in own} | _opened
     for pid in descendants():
         ours.update(_opened_name(target) for _, target in _targets(pid))

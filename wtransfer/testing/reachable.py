@@ -37,11 +37,14 @@ def reachable() -> set[tuple[str, int]]:
 def check_this_host_only(sockets: set[tuple[str, int]], options: object) -> None:
     """Fail if one of these sockets is reached by other hosts, and no option names its address."""
     named = repr(options)
+
+    def is_named(host: str) -> bool:
+        return re.search(rf"(?<![\w.:]){re.escape(host)}(?![\w.])", named) is not None
+
     beyond = [
         f"[{host}]:{port}"
         for host, port in sorted(sockets)
-        if not _is_loopback(host)
-        and not re.search(rf"(?<![\w.:]){re.escape(host)}(?![\w.])", named)
+        if not _is_loopback(host) and not is_named(host)
     ]
     assert not beyond, (
         f"it listens at {', '.join(beyond)}, which other hosts reach, and none of the options of "
