@@ -96,7 +96,7 @@ NUM_BUFFERS = 8
 """Sets of receive buffers in turn that the kit finds: as many rounds come between two commits."""
 SERVED_NBYTES = 2**16
 """Bytes of a tensor that is surely adopted: smaller ones are copied."""
-QUIET_S = 0.2
+QUIET_S = 0.1
 """Time without a tensor after which a stopped trainer has sent what it could, in seconds."""
 SLOW_TENSOR_MS = 2.0
 """Time per small tensor above which the kit prints a line."""
