@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from wtransfer.testing.leftovers import Leftovers, listening_sockets, num_kept
+from wtransfer.testing.leftovers import Leftovers, num_kept
+from wtransfer.testing.reachable import reachable
 
 SHM = Path("/dev/shm")
 WATCH = """

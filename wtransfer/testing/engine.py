@@ -397,7 +397,8 @@ class EngineConformance(ConformanceKit):
         member = made.join()
         for number in range(5):
             for tensor in source.values():
-                tensor.add_(1)
+                # The latter is not counted as a change of the tensor (`Tensor._version`).
+                (tensor if number % 2 else tensor.data).add_(1)
             _publish(made, f"v{number}")
             assert member.contents == contents(source), _OTHER
             assert member.session.version == f"v{number}"
@@ -470,8 +471,8 @@ class EngineConformance(ConformanceKit):
             assert [member.contents for member in members] == [contents(source)] * 2, _OTHER
 
     @usually(
-        "the trainer writes to a slot that a worker still reads; wait until every worker has "
-        "returned it, also the slowest one"
+        "the trainer writes to a slot that a worker still reads (wait until every worker has "
+        "returned it, also the slowest one), or to the tensors that it sends"
     )
     def test_worker_that_begins_late_gets_the_same(
         self, fleet: MakeFleet, worker_cls: type, twin_cls: type
@@ -484,9 +485,13 @@ class EngineConformance(ConformanceKit):
         }
         made = fleet(source, engine=watch.wrap(worker_cls, twin_cls))
         members = [made.join(), made.join()]
-        watch.is_late = True
+        meanwhile: list[dict[str, Any]] = []
+        watch.on_late, watch.is_late = lambda: meanwhile.append(contents(source)), True
         _publish(made, "v1")
         assert not watch.is_late, "the second worker was never asked to receive: it was not late"
+        assert meanwhile == [contents(source)] * len(meanwhile), (
+            "the trainer's own tensors had other bytes while they were sent"
+        )
         assert [member.contents for member in members] == [contents(source)] * 2, _OTHER
 
     @usually(
@@ -1111,7 +1116,11 @@ class EngineConformance(ConformanceKit):
                 served.check("the version that it had declined was sent to it again", member)
             made.members.insert(0, member)
             made.step()
-            _publish(made, f"again {n}")
+            served.note()
+            round_ = made.publisher.publish(f"again {n}", wait=False)
+            _await(self.deadline_s, lambda: served.is_pending() or round_.done, "a commit")  # noqa: B023
+            served.check("it had declined a version, and the next one was staged", member)
+            made.finish(round_)
             served.check_has(served.source)
             served.note()
 
@@ -1201,6 +1210,8 @@ class _Watch:
         """True if the next ``receive_weights`` of the second worker is to fail at once."""
         self.is_late = False
         """True if the next ``receive_weights`` of the second worker is to begin late."""
+        self.on_late: Callable[[], None] = lambda: None
+        """Called while the trainer waits for the late worker, or has sent all."""
         self.is_aborted_early = False
         """True if each ``receive_weights`` is preceded by an ``abort_weight_update``."""
         self.aborted: list[Any] = []
@@ -1251,7 +1262,7 @@ class _Watch:
                 if watch.is_late and is_second:
                     watch.is_late = False
                     time.sleep(LATE_S)
-                    load_weights = _late(load_weights)
+                    load_weights = _late(load_weights, watch.on_late)
                 watch.receiving.append(self)
                 try:
                     if watch.is_aborted_early:
@@ -1537,13 +1548,14 @@ def _end(fleet: Fleet, round_: Round) -> None:
         error.__traceback__ = None
 
 
-def _late(load_weights: Any) -> Any:
+def _late(load_weights: Any, on_late: Callable[[], None]) -> Any:
     """Return the same function, whose first call takes longer."""
     waits = [LATE_S]
 
     def load(pairs: Any) -> Any:
         if waits:
             time.sleep(waits.pop())
+            on_late()
         return load_weights(pairs)
 
     return load
