@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import socket
 import subprocess
 import sys
 from collections import deque
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from wtransfer.testing.leftovers import Leftovers, num_kept
-from wtransfer.testing.reachable import reachable
 
 SHM = Path("/dev/shm")
 WATCH = """
@@ -78,25 +76,6 @@ def test_leftovers_are_named_in_full(name):
     (SHM / name).touch()
     with pytest.raises(AssertionError, match=f"are left:\n  1 x file /dev/shm/{name}$"):
         leftovers.check(within_s=0)
-
-
-LISTENS = """
-import socket
-with socket.create_server(("127.0.0.1", 0)) as listener:
-    print(listener.getsockname()[1], flush=True)
-    input()
-"""
-
-
-def test_sockets_of_this_process_and_of_its_children_are_found():
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with socket.create_server(("127.0.0.1", 0)) as own:
-        with subprocess.Popen([sys.executable, "-c", LISTENS], **pipes) as child:
-            theirs = int(child.stdout.readline())
-            found = {where for *_, where in listening_sockets()}
-            child.communicate(b"\n")
-        assert {own.getsockname(), ("127.0.0.1", theirs)} <= found
-    assert not {where for *_, where in listening_sockets()} & {("127.0.0.1", theirs)}
 
 
 def test_what_an_object_keeps_is_counted_and_what_has_a_bound_is_not():
