@@ -219,12 +219,12 @@ def _hint(error: BaseException, own: str) -> str:
             return f"the code itself has a mistake, at {Path(file).name}:{line}; or that {own}"
     if _MISTAKE.search(str(error)):
         return f"the backend's own code has this mistake; or that {own}"
+    if _OWN_ERROR.search(str(error)):
+        return f"the backend itself raises this error, at the place that it names; or that {own}"
     for each in chain:
         if _is_by_backend(each):
             what = type(each).__name__
             return f"the backend raises {what} itself, at {raised_at(each)}; or that {own}"
-    if _OWN_ERROR.search(str(error)):
-        return f"the backend itself raises this error, at the place that it names; or that {own}"
     return own
 
 
