@@ -8,6 +8,7 @@ locate the failure are appended to the text, so that the code that learns them a
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from typing import Any, ClassVar, TypeAlias, get_origin, get_type_hints
@@ -344,6 +345,22 @@ def called_from() -> str:
     while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def raised_at(error: BaseException) -> str:
+    """Return ``FILE:LINE`` of the code outside of this package that raised; empty: there is none.
+
+    Of the file by which the call has left this package: what that file calls may have raised.
+    """
+    place, path, step = "", None, error.__traceback__
+    while step is not None:
+        code = step.tb_frame.f_code
+        if path is None and not _is_ours(step.tb_frame.f_globals.get("__name__", "")):
+            path = code.co_filename
+        if code.co_filename == path:
+            place = f"{os.path.basename(path)}:{step.tb_lineno}"  # noqa: PTH119  # no pathlib here
+        step = step.tb_next
+    return place
 
 
 def _is_ours(module: str) -> bool:

@@ -71,10 +71,14 @@ def host(drawn):
         yield make
 
 
+_LONG = ("test_weights_change_before_every_call", "test_ended_requests_leave_nothing[1000]")
+"""Tests of the kit that ask for ``is_long``."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks
 def pytest_collection_modifyitems(items):
     for item in items:
-        if item.name.startswith("test_weights_change_before_every_call"):
+        if item.name.startswith(_LONG):
             item.cls.is_long = True
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.nightly)

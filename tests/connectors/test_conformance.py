@@ -22,24 +22,29 @@ def kept_in(folder):
     return {"shared_storage_path": str(folder), "skip_slow_loads": False}
 
 
-def damage_files(folder):
-    files = list(folder.rglob("blocks/*"))
+def damage_files(files, where):
     for file in files:
         kept = bytearray(file.read_bytes())
-        kept[len(kept) // 2] ^= 1
+        kept[round(where * (len(kept) - 1))] ^= 1
         file.write_bytes(kept)
     return bool(files)
+
+
+def damage_blocks(folder, where):
+    return damage_files(list(folder.rglob("blocks/*")), where)
+
+
+def damage_slots(slots, where):
+    slots[:, round(where * (slots.shape[1] - 1))] ^= 1
+    return True
 
 
 class P2P(ConnectorConformance):
     kind = "transfer"
     options: ClassVar = {"staging_bytes": 2**22, "lease_s": 2.0, "deadline_s": 5.0}
 
-    def damage(self, bed):
-        buffer = bed.producer.workers[0].side.side._buffer
-        for number in range(buffer.num_slots):
-            buffer.memory.slots[number, buffer.geometry.nbytes // 2] ^= 1
-        return True
+    def damage(self, bed, where):
+        return damage_slots(bed.producer.workers[0].side.side._buffer.memory.slots, where)
 
 
 class TestSharedMemoryConnector(P2P):
@@ -59,9 +64,8 @@ class TestOffloadingConnector(ConnectorConformance):
     connector = "OffloadingConnector"
     options: ClassVar = {"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": 2**23}
 
-    def damage(self, bed):
-        bed.producer.workers[0].side.side._made.links[0].part.slots[:, 100] ^= 1
-        return True
+    def damage(self, bed, where):
+        return damage_slots(bed.producer.workers[0].side.side._made.links[0].part.slots, where)
 
 
 @pytest.mark.slow  # the same connector as above
@@ -83,7 +87,7 @@ class TestTieringOffloadingSpec(ConnectorConformance):
     def options_in(self, folder):
         return {"tier": "file", **kept_in(folder), "cpu_bytes_to_use": 2**23}
 
-    def damage(self, bed):
+    def damage(self, bed, where):
         producer, consumer = (each.workers[0] for each in (bed.producer, bed.consumer))
         # Files are written behind the steps; the consumer has put nothing, so it has all buffers.
         deadline, quiet, idle = Deadline(bed.deadline_s), 0, consumer.get_stats()
@@ -96,8 +100,8 @@ class TestTieringOffloadingSpec(ConnectorConformance):
             )
             quiet = quiet + 1 if is_quiet else 0
             time.sleep(0.0005)
-        producer.side.side._made.links[0].part.slots[:, 100] ^= 1
-        return damage_files(bed.folder)
+        damage_slots(producer.side.side._made.links[0].part.slots, where)
+        return damage_blocks(bed.folder, where)
 
 
 @pytest.mark.slow  # the matrix of connectors shows it each time
@@ -108,8 +112,8 @@ class TestSharedStorageConnector(ConnectorConformance):
     def options_in(self, folder):
         return kept_in(folder)
 
-    def damage(self, bed):
-        return damage_files(bed.folder)
+    def damage(self, bed, where):
+        return damage_blocks(bed.folder, where)
 
 
 @pytest.mark.slow  # its sub-connectors pass the kit by themselves
@@ -128,8 +132,8 @@ class TestMultiConnector(ConnectorConformance):
             ]
         }
 
-    def damage(self, bed):
-        return damage_files(bed.folder)
+    def damage(self, bed, where):
+        return damage_blocks(bed.folder, where)
 
 
 class TestTokensConnector(ConnectorConformance):

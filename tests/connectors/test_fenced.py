@@ -135,7 +135,7 @@ def inner(made):
 
 def calls(made):
     """Return what the connector heard of requests, since it was last looked at."""
-    heard, inner(made).calls = inner(made).calls, []
+    heard, inner(made).calls = list(inner(made).calls), []
     return heard
 
 

@@ -9,8 +9,10 @@ There is one in two sides, and one in the style of the seed. Options:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,7 +62,9 @@ class Scheduling:
     def begin_scheduling(self, config):
         self.read(config)
         self.progress, self.first, self.loads = TrackedRequests(), {}, []
-        self.calls, self.requests, self.steps, self.num_saved, self.met = [], {}, [], 0, None
+        # The latest: nothing is kept of ended requests for good.
+        self.calls, self.steps = deque(maxlen=100), deque(maxlen=100)
+        self.requests, self.num_saved, self.met = {}, 0, None
 
     def read(self, config):
         options = config.kv_transfer_config.kv_connector_extra_config
@@ -169,13 +173,16 @@ class Working:
         for move in self.metadata.saves:
             for name, block in zip(move.names, move.block_ids, strict=True):
                 page = kv_layer[block].contiguous().view(torch.uint8).numpy().tobytes()
-                self.staged[name] = self.staged.get(name, b"") + page
+                # By layer: equal prompts in one step have blocks of the same name.
+                self.staged.setdefault(name, {})[layer_name] = page
 
     def wait_for_save(self):
-        for name, data in self.staged.items():
+        for name, pages in self.staged.items():
             beside = self.path(f"{name}-{os.getpid()}")
-            beside.write_bytes(data)
-            beside.rename(self.path(name))
+            # A save that fails is a later miss.
+            with contextlib.suppress(OSError):
+                beside.write_bytes(b"".join(pages[layer] for layer in self.caches))
+                beside.rename(self.path(name))
         self.num_saved += len(self.staged)
 
     def clear_connector_metadata(self):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import subprocess
 import sys
 
@@ -118,14 +119,24 @@ def test_a_checkpoint_is_pushed_by_its_name(engine):
     assert (told["outcome"], told["version"]) == ("committed", "next")
 
 
+NOT_TESTED = {
+    # It moves one group, the guide says how another moves several; its names are the framework's;
+    # and a privileged user writes to a folder that is read-only.
+    "connector": ("two KV cache groups", "blocks whose names collide", "a store that is read-only"),
+    # Its files have no bound, and it waits for them.
+    "tier": ("whether kept bytes are bounded", "what get() does once it has given up"),
+}
+"""Questions that the kit cannot ask of what is written, by kind."""
+
+
 @pytest.mark.slow
 def test_its_own_tests_pass(made, python):
     options = ["-q", "-rs", "-p", "no:cacheprovider", "-c", made[1] / "pyproject.toml"]
     done = python("-m", "pytest", *options, made[1])
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
-    # The connector moves one group; the guide says how another moves several.
-    assert done.stdout.count("NOT TESTED: ") == done.stdout.count("NOT TESTED: two KV cache groups")
+    told = re.findall(r"NOT TESTED: (.*)", done.stdout)
+    assert [each for each in told if not each.startswith(NOT_TESTED.get(made[0], ()))] == []
 
 
 DROP = f"""
@@ -183,9 +194,20 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("mypy")
 
 
+# A library without types, which is there wherever torch is.
+CLIENT = """
+import networkx
+
+
+def has(graph: networkx.Graph, name: str) -> bool:
+    return graph.has_node(name)
+"""
+
+
 @pytest.mark.slow
-def test_scaffolded_plugin_passes_mypy(made, python, cache):
+def test_scaffolded_plugin_passes_mypy_with_an_untyped_client(made, python, cache):
     pytest.importorskip("mypy", reason="pip install '.[lint]'")
+    (made[1] / "src" / NAME.replace("-", "_") / "client.py").write_text(CLIENT)
     options = ["--config-file", "pyproject.toml", "--cache-dir", cache]
     done = python("-m", "mypy", *options, cwd=made[1])
     assert done.returncode == 0, done.stdout

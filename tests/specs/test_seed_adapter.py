@@ -417,7 +417,7 @@ def test_events_are_converted(manager):
 
 
 def test_unknown_medium_is_storage():
-    event = seed.OffloadingEvent([b"0000" + A], 16, "DISK", removed=False)
+    event = seed.OffloadingEvent([bytes(4) + A], 16, "DISK", removed=False)
     inner = SimpleNamespace(take_events=lambda: [event])
     (told,) = SeedManagerAdapter(inner).take_events()
     assert (told.keys, told.medium) == ([A], Medium.STORAGE)

@@ -2,19 +2,30 @@
 
 import io
 import pickle
+import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
+import torch
+
 from wtransfer.connectors.fenced import WeightReport
 from wtransfer.connectors.interface import ConnectorScheduler
 from wtransfer.connectors.shm import SharedMemoryConnector, SharedMemoryScheduler
-from wtransfer.kv.header import checksum
+from wtransfer.kv.header import CHECKSUM_NBYTES, checksum
 from wtransfer.kv.keys import FENCE_NBYTES
+from wtransfer.scaffold.shelf_connector import (
+    ShelfConnector,
+    ShelfConnectorScheduler,
+    ShelfConnectorWorker,
+)
 from wtransfer.testing.connector import ConnectorConformance
 from wtransfer.testing.fakes import (
     SHELVES,
@@ -39,6 +50,7 @@ class Kit(ConnectorConformance):
     ends_within_s = 0.3
     outlasts = False
     healthy = MemoryConnector
+    names_weights = True
     scheduler = MemoryScheduler
     worker = MemoryWorker
 
@@ -46,16 +58,38 @@ class Kit(ConnectorConformance):
         super().__init_subclass__()
         if not (cls.connector or "connector_cls" in vars(cls)):
             sides = {"scheduler_cls": cls.scheduler, "worker_cls": cls.worker}
-            broken = {**sides, "names_weights": True}
+            broken = {**sides, "names_weights": cls.names_weights}
             cls.connector_cls = type(f"{cls.__name__}Connector", (cls.healthy,), broken)
 
     def options_in(self, folder):
         return {"shelf": str(folder), "outlasts": self.outlasts}
 
-    def damage(self, bed):
+    def damage(self, bed, where):
         for kept in SHELVES[str(bed.folder)].values():
-            next(iter(kept.pages.values())).numpy().reshape(-1)[3] += 1
+            pages = [page.view(torch.uint8).reshape(-1) for page in kept.pages.values()]
+            number, place = divmod(round(where * (len(pages) * len(pages[0]) - 1)), len(pages[0]))
+            pages[number][place] ^= 1
         return True
+
+
+class FilesKit(Kit):
+    """Of the connector that `wtransfer plugins new` writes."""
+
+    healthy = connector_cls = ShelfConnector
+    scheduler = ShelfConnectorScheduler
+    worker = ShelfConnectorWorker
+    names_weights = False
+
+    def options_in(self, folder):
+        return {"folder": str(folder)}
+
+    def damage(self, bed, where):
+        files = list(bed.folder.iterdir())
+        for file in files:
+            data = bytearray(file.read_bytes())
+            data[round(where * (len(data) - 1))] ^= 1
+            file.write_bytes(data)
+        return bool(files)
 
 
 class StagingKit(Kit):
@@ -221,7 +255,7 @@ SINGLE_RANK = (
 @broken(
     "test_all_that_was_saved_is_loaded[1]",
     says="of a prompt of 133 tokens 0 were loaded, and 128 can be",
-    passes=("test_something_is_loaded", "test_chunked_prefill"),
+    passes=("test_something_is_loaded",),
     **SAVES_TOO_FEW,
 )
 class TestDropsLastBlockOfEachStep(MemoryScheduler):
@@ -278,7 +312,7 @@ class TestEmptiesItsStoreAtShutdown(MemoryScheduler):
 @broken(
     "test_all_that_was_saved_is_loaded[2]",
     says="of a prompt of 133 tokens 0 were loaded, and 128 can be",
-    passes=(*SINGLE_RANK, "test_tensor_parallel_ranks[2]"),
+    passes=SINGLE_RANK,
     **SAVES_TOO_FEW,
 )
 class TestSavesNothingWithTwoRanks(MemoryScheduler):
@@ -423,7 +457,7 @@ class TestIgnoresPreemptionOfSecondGroup(MemoryScheduler):
 
 @broken(
     "test_damaged_blocks_of_groups_are_a_miss[a window]",
-    says="layer 0 (KV cache group 0, window 24) has other keys or values",
+    says="layer 1 (KV cache group 0, window 24) has other keys or values",
     passes=(*ONE_GROUP, "test_damaged_blocks_are_a_miss"),
 )
 class TestSkipsChecksumsOfWindows(MemoryWorker):
@@ -434,14 +468,112 @@ class TestSkipsChecksumsOfWindows(MemoryWorker):
         )
 
 
-@broken("test_concurrent_requests", says="layer 0 has other keys or values")
+@broken(
+    "test_output_equals_reference[16]",
+    says="layer 0 has other keys or values",
+    hints="layers come in the order in which the model runs, not in that of their names",
+    passes=("test_caches_of_other_strides", "test_all_that_was_saved_is_loaded[2]"),
+)
+class TestLoadsInTheOrderOfSortedNames(MemoryWorker):
+    def load_block(self, name, block):
+        kept = self.shelf.get((name, self.rank))
+        if kept is not None:
+            pages = [kept.pages[layer] for layer in self.caches]
+            moved = Kept(dict(zip(sorted(self.caches), pages, strict=True)), kept.checksums)
+            self.shelf[name, self.rank] = moved
+            sums = {layer: checksum(page.numpy()) for layer, page in moved.pages.items()}
+            self.shelf[name, self.rank] = Kept(moved.pages, sums)
+        loaded = super().load_block(name, block)
+        if kept is not None:
+            self.shelf[name, self.rank] = kept
+        return loaded
+
+
+# -- equal prompts side by side
+
+ALONE = ("test_something_is_loaded", "test_all_that_was_saved_is_loaded[2]")
+
+
+@broken(
+    "test_concurrent_requests[in one step]",
+    FilesKit,
+    says=" were loaded, and ",
+    hints="which fill the same block in one step, add to one value",
+    passes=ALONE,
+    **SAVES_TOO_FEW,
+)
+class TestAppendsPagesOfEqualPrompts(ShelfConnectorWorker):
+    """A value of twice the pages, with a valid checksum: found, and never loaded."""
+
+    def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs):
+        for name, block in self.metadata.saves:
+            page = kv_layer[block].flatten().view(torch.uint8).to("cpu", copy=True)
+            pages = self.staged.setdefault(name, {})
+            pages[layer_name] = (
+                torch.cat([pages[layer_name], page]) if layer_name in pages else page
+            )
+
+
+@broken(
+    "test_concurrent_requests[in one step]",
+    says=" were loaded, and ",
+    passes=ALONE,
+    **SAVES_TOO_FEW,
+)
+class TestDropsBlocksOfEqualPrompts(MemoryWorker):
+    """A block that two requests save in one step is taken for a conflict."""
+
+    def wait_for_save(self):
+        names = [name for item in self.metadata.saves for name in item.names]
+        for item in self.metadata.saves:
+            for name in item.names if self.admits(item) else ():
+                if names.count(name) == 1:
+                    self.keep(name, self.staged[name])
+
+
+@broken(
+    "test_concurrent_requests[two ranks]", says="other tokens than the reference: ", passes=ALONE
+)
+class TestLoadsEqualBlocksOnce(MemoryWorker):
+    def start_load_kv(self, forward_context, **kwargs):
+        self.begun = set()
+        super().start_load_kv(forward_context, **kwargs)
+
+    def load_block(self, name, block):
+        if name in self.begun:
+            return True
+        self.begun.add(name)
+        return super().load_block(name, block)
+
+
+@broken(
+    "test_concurrent_requests[two ranks]",
+    says=" were loaded, and ",
+    passes=(*ALONE, "test_concurrent_requests[in one step]"),
+    **SAVES_TOO_FEW,
+)
+class TestForgetsSecondRankOfEqualPrompts(MemoryWorker):
+    """A block that is saved twice in one step is kept by the first rank only."""
+
+    def wait_for_save(self):
+        names = [name for item in self.metadata.saves for name in item.names]
+        for item in self.metadata.saves:
+            for name in item.names if self.admits(item) else ():
+                if names.count(name) == 1 or self.rank == 0:
+                    self.keep(name, self.staged[name])
+
+
+@broken(
+    "test_concurrent_requests[in one step]",
+    says="other tokens than the reference: ",
+)
 class TestDropsAllButOneLoad(MemoryScheduler):
     def build_connector_meta(self, scheduler_output):
         self.loads = self.loads[-1:]
         return super().build_connector_meta(scheduler_output)
 
 
-@broken("test_preempted_requests", says="other tokens than the reference: ")
+@broken("test_preempted_requests", says="has other keys or values")
 class TestIgnoresPreemption(MemoryScheduler):
     blocks: dict
 
@@ -451,6 +583,26 @@ class TestIgnoresPreemption(MemoryScheduler):
         mine += tracked.block_ids[len(mine) :]
         tracked.groups[0] = mine[: len(tracked.block_ids)]
         return super().save(tracked, group)
+
+
+@broken(
+    "test_preempted_requests",
+    says="other tokens than the reference: ",
+    passes=("test_prefix_in_the_local_cache[1]", "test_concurrent_requests[in one step]"),
+)
+class TestLoadsEachRequestOnce(MemoryScheduler):
+    """A request that is resumed is loaded again."""
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        begun = self.__dict__.setdefault("begun", set())
+        is_first = request.request_id not in begun
+        super().update_state_after_alloc(request, blocks, num_external_tokens if is_first else 0)
+        if num_external_tokens:
+            begun.add(request.request_id)
+
+    def request_finished(self, request, block_ids):
+        self.__dict__.get("begun", set()).discard(request.request_id)
+        return super().request_finished(request, block_ids)
 
 
 @broken("test_prefix_in_the_local_cache[1]", says="layer 0 has other keys or values")
@@ -512,6 +664,44 @@ class TestUnpickles(MemoryWorker):
         # Not by `pickle.loads`, which the record of what the tests unpickle would have.
         name = pickle.Unpickler(io.BytesIO(pickle.dumps(name))).load()
         return super().load_block(name, block)
+
+
+def unpickle_by_torch(name):
+    kept = io.BytesIO()
+    torch.save(name, kept, pickle_protocol=4)
+    kept.seek(0)
+    return torch.load(kept, weights_only=False)
+
+
+def unpickle_in_python(name):
+    return pickle._Unpickler(io.BytesIO(pickle.dumps(name))).load()
+
+
+def unpickle_on_a_thread(name):
+    found = []
+    load = pickle.Unpickler(io.BytesIO(pickle.dumps(name))).load
+    thread = threading.Thread(target=lambda: found.append(load()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def unpickling(unpickle):
+    class Unpickling(MemoryWorker):
+        def load_block(self, name, block):
+            return super().load_block(unpickle(name), block)
+
+    return Unpickling
+
+
+TestUnpicklesByTorch, TestUnpicklesInPython, TestUnpicklesOnAThread = (
+    broken(
+        "test_nothing_is_unpickled",
+        says="functions of the module pickle were called",
+        passes=("test_something_is_loaded",),
+    )(unpickling(unpickle))
+    for unpickle in (unpickle_by_torch, unpickle_in_python, unpickle_on_a_thread)
+)
 
 
 # -- lookups
@@ -815,6 +1005,29 @@ class TestHoldsBlocksOfAborted(MemoryScheduler):
         return bool(block_ids) and not request.is_done, None
 
 
+@broken(
+    "test_abort_after_any_step[consumer]",
+    says="KeyError: ",
+    hints="the backend raises KeyError itself, at broken_connectors.py:",
+    outlasts=True,
+    passes=("test_unknown_notices_are_ignored", "test_duplicate_notices_are_ignored"),
+)
+class TestForgetsAbortedLoadsTooEarly(MemoryScheduler):
+    """Looks a load's request up when it arrives, which may have ended between plan and step."""
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            self.__dict__.setdefault("under_way", set()).add(request.request_id)
+
+    def update_connector_output(self, connector_output):
+        super().update_connector_output(connector_output)
+        under_way = self.__dict__.get("under_way", set())
+        for request_id in under_way & set(connector_output.finished_recving or ()):
+            under_way.remove(request_id)
+            self.names[request_id]
+
+
 # -- steps that are not executed
 
 
@@ -855,6 +1068,81 @@ class TestSkipsChecksums(MemoryWorker):
         return True
 
 
+def checking(*layers):
+    """Return a worker that compares checksums of some of the layers only."""
+
+    class Checking(MemoryWorker):
+        def is_whole(self, kept):
+            names = list(kept.pages)
+            return all(
+                checksum(kept.pages[name].numpy()) == kept.checksums[name]
+                for name in (
+                    {names[number] for number in layers if -len(names) <= number < len(names)}
+                )
+            )
+
+    return Checking
+
+
+TestChecksFirstLayerOnly, TestChecksLastLayerOnly, TestChecksEveryLayerButOne = (
+    broken(
+        "test_damaged_blocks_are_a_miss",
+        says=f"after damage(where={where}): layer {damaged} has other keys or values",
+        hints="or one that leaves a part of their bytes out",
+        passes=("test_output_equals_reference[16]",),
+    )(checking(*layers))
+    for where, damaged, layers in (
+        ("0.125", 1, [0]),
+        ("0.000", 0, [-1]),
+        ("0.625", 7, [n for n in range(12) if n != 7]),
+    )
+)
+
+
+@broken(
+    "test_damaged_blocks_are_a_miss",
+    FilesKit,
+    says="after damage(where=1.000): ",
+    passes=("test_load_failure_policy[recompute]",),
+)
+class TestLeavesTheLastByteOutOfTheChecksum(ShelfConnectorWorker):
+    def wait_for_save(self):
+        super().wait_for_save()
+        for name in self.staged:
+            path = self.folder / f"{name}.{self.rank}"
+            data = path.read_bytes()[CHECKSUM_NBYTES:]
+            path.write_bytes(checksum(data[:-4]) + data)
+
+    def _load(self, path, block):
+        if not path.exists():
+            return False
+        found = path.read_bytes()
+        data = found[CHECKSUM_NBYTES:]
+        if checksum(data[:-4]) != found[:CHECKSUM_NBYTES]:
+            return False
+        path.write_bytes(checksum(data) + data)
+        return super()._load(path, block)
+
+
+@broken(
+    "test_damaged_blocks_are_a_miss",
+    says="the damaged blocks were not replaced: of a prompt of ",
+    passes=("test_concurrent_requests[in one step]",),
+)
+class TestReplacesBlocksAtTheThirdFailure(MemoryWorker):
+    def load_block(self, name, block):
+        kept = self.shelf.get((name, self.rank))
+        loaded = super().load_block(name, block)
+        failed = self.__dict__.setdefault("failed", Counter())
+        failed[name] += not loaded
+        if kept is not None and failed[name] < 3:
+            self.shelf[name, self.rank] = kept
+        return loaded
+
+    def keep(self, name, kept):
+        self.shelf.setdefault((name, self.rank), kept)
+
+
 @broken("test_damaged_blocks_are_a_miss", says="the damaged blocks were not replaced")
 class TestNeverReplacesBlocks(MemoryWorker):
     def load_block(self, name, block):
@@ -873,6 +1161,22 @@ class TestHidesLoadErrors(MemoryWorker):
     def get_block_ids_with_load_errors(self):
         self.errors.clear()
         return set()
+
+
+@broken(
+    "test_load_failure_policy[fail]",
+    says="the damaged blocks were not replaced: failed: ",
+    passes=("test_damaged_blocks_are_a_miss", "test_load_failure_policy[recompute]"),
+)
+class TestReplacesBlocksOnlyWhereTheyAreComputed(MemoryWorker):
+    """A host that ends a request with a failed load does not compute its blocks."""
+
+    def load_block(self, name, block):
+        kept = self.shelf.get((name, self.rank))
+        loaded = super().load_block(name, block)
+        if kept is not None:
+            self.shelf[name, self.rank] = kept
+        return loaded
 
 
 @broken("test_load_failure_policy[recompute]", says="OSError: damaged")
@@ -904,11 +1208,53 @@ def naming_last(count):
     return Naming
 
 
+def naming_by(name_of, **row):
+    """Return a row of a scheduler whose names are a function of all tokens up to a block's end."""
+
+    class Naming(MemoryScheduler):
+        def named(self, request_id, fingerprint, group=0):
+            size, request = self.instance.block_size, self.names[request_id]._request
+            ends = range(size, size * len(super().named(request_id, fingerprint)) + 1, size)
+            own = [fingerprint, request.cache_salt, request.mm_features]
+            tokens = [request.all_token_ids[:end] for end in ends]
+            return [repr([own, name_of(each)]).encode() for each in tokens]
+
+    return broken(passes=("test_output_equals_reference[16]",), **row)(Naming)
+
+
+TestLeavesTheLastTokenOutOfNames = naming_by(
+    lambda tokens: tokens[:-1],
+    caught_by="test_block_after_other_tokens_is_a_miss[the last token of a block]",
+    says="128 tokens were loaded, of which 112 had been saved",
+)
+TestNamesLongPromptsByTheirBeginning = naming_by(
+    lambda tokens: (len(tokens), tokens[:100]),
+    caught_by="test_block_after_other_tokens_is_a_miss[the last token of a block]",
+    says="128 tokens were loaded, of which 112 had been saved",
+    hints="by the first tokens of a prompt",
+)
+TestNamesBlocksBySortedTokens = naming_by(
+    sorted,
+    caught_by="test_block_after_other_tokens_is_a_miss[two tokens swapped]",
+    says="128 tokens were loaded, of which 16 had been saved",
+)
+TestNamesBlocksWithoutTheirPlace = naming_by(
+    lambda tokens: tokens[-32:],
+    caught_by="test_block_after_other_tokens_is_a_miss[a block once more]",
+    says="48 tokens were loaded, of which 32 had been saved",
+)
+TestNamesBlocksByTheirTokensOnly = naming_by(
+    lambda tokens: tokens[-16:],
+    caught_by="test_block_after_other_tokens_is_a_miss[blocks swapped]",
+    says="32 tokens were loaded, of which 0 had been saved",
+)
+
+
 TestNamesBlocksAlone, TestNamesBlocksByTheOneBefore = (
     broken(
-        "test_block_after_other_tokens_is_a_miss",
+        "test_block_after_other_tokens_is_a_miss[a block before]",
         says="48 tokens were loaded, of which 32 had been saved",
-        passes=("test_output_equals_reference[16]", "test_concurrent_requests"),
+        passes=("test_output_equals_reference[16]", "test_concurrent_requests[in one step]"),
     )(naming_last(count))
     for count in (BLOCK_SIZE, 2 * BLOCK_SIZE)
 )
@@ -965,7 +1311,7 @@ class TestNamesMediaByTheirNumber(MemoryScheduler):
 @broken(
     "test_other_weights_are_a_miss",
     says="layer 0 has other keys or values",
-    passes=("test_concurrent_requests",),
+    passes=("test_concurrent_requests[in one step]",),
 )
 class TestOmitsWeightsFromKeys(MemoryScheduler):
     def named(self, request_id, fingerprint, group=0):
@@ -1066,6 +1412,185 @@ class TestIgnoresEpochs(TestKeysByCurrentWeights.scheduler):
         if not began or not now or began[0][0] != now[0][0]:
             return None
         return super().save(tracked, group)
+
+
+@broken(
+    "test_weights_change_between_plan_and_step[there]",
+    says="they were loaded",
+    passes=("test_refused_load_is_reported",),
+)
+class TestRefusesOneLoadOnly(TestLoadsForAnyWeights.worker):
+    """Notices the first change of weights, and no later one."""
+
+    refused = 0
+
+    def load(self, item):
+        self.refused += not self.fence.admits(item.versions)
+        (super() if self.refused > 1 else super(TestLoadsForAnyWeights.worker, self)).load(item)
+
+
+# -- many requests
+
+
+@broken(
+    "test_scheduler_side_does_not_wait",
+    says="calls of get_num_new_matched_tokens() took ",
+    passes=("test_something_is_loaded",),
+)
+class TestWaitsInLookUps(MemoryScheduler):
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        time.sleep(0.06)
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+
+@broken(
+    "test_scheduler_side_does_not_wait",
+    says="calls of update_connector_output() took ",
+    hints="all requests wait meanwhile",
+    deadline_s=30.0,
+)
+class TestWaitsForWorkers(MemoryScheduler):
+    def update_connector_output(self, connector_output):
+        time.sleep(0.06)
+        super().update_connector_output(connector_output)
+
+
+@broken(
+    "test_ended_requests_leave_nothing[40]",
+    says="after 40 requests that have ended: 80 more entries of set",
+    hints="leaves something of the request",
+    passes=("test_metadata_is_not_repeated", "test_shutdown_leaves_nothing"),
+    **SAVES_TOO_FEW,
+)
+class TestKeepsNamesOfEndedRequests(MemoryScheduler):
+    ended: set
+
+    def request_finished(self, request, block_ids):
+        self.__dict__.setdefault("ended", set()).add(request.request_id)
+        return super().request_finished(request, block_ids)
+
+
+@broken(
+    "test_ended_requests_leave_nothing[40]",
+    says="more entries of list",
+    passes=("test_shutdown_leaves_nothing",),
+    **SAVES_TOO_FEW,
+)
+class TestKeepsLoadsOfEndedRequests(MemoryWorker):
+    """A list of what was loaded, on the worker's side."""
+
+    def load(self, item):
+        self.__dict__.setdefault("history", []).append(item.request_id)
+        super().load(item)
+
+
+@broken(
+    "test_ended_requests_leave_nothing[40]",
+    says="more entries of threads",
+    passes=("test_shutdown_leaves_nothing",),
+    **SAVES_TOO_FEW,
+)
+class TestKeepsAThreadForEachRequest(MemoryWorker):
+    def load(self, item):
+        super().load(item)
+        over = self.__dict__.setdefault("over", threading.Event())
+        threads = self.__dict__.setdefault("threads", [])
+        threads.append(threading.Thread(target=over.wait))
+        threads[-1].start()
+
+    def shutdown(self):
+        if threads := self.__dict__.pop("threads", ()):
+            self.over.set()
+        for thread in threads:
+            thread.join()
+
+
+def listening(side, method, family=socket.AF_INET, where="0.0.0.0"):
+    """Return a side that listens at an address from the first call of a method on."""
+
+    class Listening(side):
+        listener = None
+
+        def shutdown(self):
+            if self.listener is not None:
+                self.listener.close()
+            super().shutdown()
+
+    def listen(self, *args, **kwargs):
+        if self.listener is None:
+            self.listener = socket.socket(family)
+            self.listener.bind((where, 0))
+            self.listener.listen()
+        return getattr(super(Listening, self), method)(*args, **kwargs)
+
+    setattr(Listening, method, listen)
+    return Listening
+
+
+TestListensEverywhere, TestListensEverywhereFromTheFirstSaveOn = (
+    broken(
+        "test_only_this_host_reaches_it",
+        says="it listens at [0.0.0.0]:",
+        passes=("test_shutdown_leaves_nothing",),
+    )(listening(*row))
+    for row in ((MemoryScheduler, "on_new_request"), (MemoryWorker, "wait_for_save"))
+)
+LISTENS = """
+import socket
+with socket.create_server(("0.0.0.0", 0)):
+    print("listening", flush=True)
+    input()
+"""
+
+
+@broken(
+    "test_only_this_host_reaches_it",
+    says="it listens at [0.0.0.0]:",
+)
+class TestListensEverywhereInAProcessOfItsOwn(MemoryWorker):
+    def register_kv_caches(self, kv_caches):
+        super().register_kv_caches(kv_caches)
+        command = [sys.executable, "-c", LISTENS]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.server = subprocess.Popen(command, **pipes)
+        self.server.stdout.readline()
+
+    def shutdown(self):
+        super().shutdown()
+        self.server.communicate(b"\n")
+
+
+TestListensOnLoopback = broken(passes=("test_only_this_host_reaches_it",))(
+    listening(MemoryWorker, "register_kv_caches", where="127.0.0.1")
+)
+
+
+# -- a store that fails
+
+
+@broken(
+    "test_store_that_fails_is_a_miss[full]",
+    FilesKit,
+    says="OSError: [Errno 27] File too large",
+    hints="the backend raises OSError itself, at broken_connectors.py:",
+    passes=("test_concurrent_requests[in one step]",),
+)
+class TestRaisesWhereNothingCanBeWritten(ShelfConnectorWorker):
+    def wait_for_save(self):
+        for name in self.staged:
+            data = torch.cat(list(self.staged[name].values())).numpy().tobytes()
+            (self.folder / f"{name}.{self.rank}").write_bytes(checksum(data) + data)
+
+
+@broken(
+    "test_store_that_fails_is_a_miss[gone]",
+    FilesKit,
+    says="NotADirectoryError: [Errno 20] Not a directory",
+    passes=("test_store_that_fails_is_a_miss[full]",),
+)
+class TestRaisesWhereTheFolderIsGone(ShelfConnectorScheduler):
+    def _is_saved(self, name):
+        return self.folder / f"{name}.0" in set(self.folder.iterdir())
 
 
 # -- roles and shutdown

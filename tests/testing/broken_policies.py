@@ -177,6 +177,44 @@ class TestRemembersAllKeys(LRUCachePolicy):
         return super().evict(count, protected, incoming)
 
 
+@broken(
+    "test_memory_is_bounded",
+    says=" keys are held, of a cache of 16 blocks",
+    passes=("test_removed_blocks_are_not_evicted",),
+)
+class TestRemembersRemovedKeys(LRUCachePolicy):
+    def remove(self, keys):
+        super().remove(keys)
+        self.removed = [*getattr(self, "removed", ()), *keys]
+
+
+@broken(
+    "test_lookups_do_not_grow_with_capacity",
+    says=" look-ups with 64 blocks, ",
+    passes=("test_reorder_keeps_candidates", "test_random_calls[0]"),
+)
+class TestSortsAtReorder(LRUCachePolicy):
+    def reorder(self, keys):
+        order = {key: place for place, key in enumerate(self._order)}
+        super().reorder([key for key in keys if key in order])
+
+
+@broken(
+    "test_random_calls[1]",
+    says="assert ",
+    passes=("test_protected_blocks_are_not_evicted", "test_every_candidate_is_evicted_once"),
+)
+class TestProtectsFewOnly(LRUCachePolicy):
+    """Forgets whom it protects after many evictions."""
+
+    num_evicted = 0
+
+    def evict(self, count, protected, incoming):
+        self.num_evicted += 1
+        protected = protected if self.num_evicted < 100 else ()
+        return super().evict(count, protected, incoming)
+
+
 @broken("test_random_calls[0]", says="KeyError:")
 class TestDropsBlocksSometimes(LRUCachePolicy):
     calls = 0

@@ -1,12 +1,21 @@
 """Tiers that are broken in one way each. `test_kits.py` runs this file as a test module."""
 
+import base64
 import contextlib
 import io
+import multiprocessing
+import os
 import pickle
+import shelve
+import socket
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,6 +28,7 @@ from wtransfer.testing.fakes import MemoryTier, MemoryTierOptions
 from wtransfer.testing.tier import TierConformance
 
 NOTHING = pickle.dumps(b"")
+REMOVED = defaultdict(Counter)
 
 
 def broken(caught_by, **attributes):
@@ -236,6 +246,106 @@ class TestWritesWholeWords(MemoryTier):
         return found
 
 
+class Slow(FileTier):
+    """Reads on threads of its own, and gives up after a moment, which nothing else notices."""
+
+    writes_after_get = False
+    patience_s = 0.1
+
+    def get(self, key, into):
+        def read():
+            path = Path(self._current().blocks.path, key.hex())
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+                return file.readinto(into) == len(into)
+            return False
+
+        done = Future()
+        threading.Thread(target=lambda: done.set_result(read()), daemon=True).start()
+        try:
+            return done.result(self.patience_s)
+        except FutureTimeoutError:
+            return self.give_up()
+
+    def give_up(self):
+        return False
+
+    def get_many(self, items):
+        return [self.get(*item) for item in items]
+
+
+@broken(
+    "test_call_that_gives_up_leaves_memory_alone",
+    says="`into` has changed after get() had given up",
+    hints="a thread or a device of the client goes on filling `into` after a time-out",
+    passes=("test_get_that_declares_it_writes_nothing_after_its_return",),
+    gives_up_within_s=10.0,
+)
+class TestFillsLater(Slow): ...
+
+
+@broken(
+    "test_call_that_gives_up_leaves_memory_alone",
+    says="`into` has changed after get() had given up",
+    passes=("test_get_that_declares_it_writes_nothing_after_its_return",),
+    gives_up_within_s=10.0,
+)
+class TestRaisesAndFillsLater(Slow):
+    def give_up(self):
+        raise StorageError("the disk is slow")
+
+
+@broken(
+    "test_call_that_gives_up_leaves_memory_alone",
+    says="`into` has changed after get() had given up",
+    passes=("test_many_equal_singles",),
+    gives_up_within_s=10.0,
+)
+class TestFillsManyLater(Slow):
+    def get(self, key, into):
+        return FileTier.get(self, key, into)
+
+    def get_many(self, items):
+        return [Slow.get(self, *item) for item in items]
+
+
+@broken(
+    "test_call_that_gives_up_leaves_memory_alone",
+    says="a value has bytes that `data` had after put() had given up",
+    passes=("test_put_copies[put]", "test_put_replaces"),
+    hints="or sending `data`",
+    gives_up_within_s=10.0,
+)
+class TestSendsLater(FileTier):
+    writes_after_get = False
+
+    def put(self, key, data):
+        path = Path(self._current().blocks.path, key.hex())
+        path.touch()
+
+        def write():
+            with path.open("r+b") as file:
+                file.write(data)
+                file.truncate()
+
+        thread = threading.Thread(target=write, daemon=True)
+        thread.start()
+        thread.join(0.5)
+        if thread.is_alive():
+            raise StorageError("the disk is slow")
+
+
+@broken(
+    "test_call_that_gives_up_leaves_memory_alone",
+    says="get_stats() waits for the store",
+    passes=("test_stats_are_numbers_and_counters_rise",),
+    deadline_s=1.0,
+)
+class TestAsksTheStoreForStats(FileTier):
+    def get_stats(self):
+        files = [each for each in Path(self._current().blocks.path).iterdir() if each.is_file()]
+        return {"bytes_kept": sum(len(each.read_bytes()) for each in files)}
+
+
 # -- keys
 
 
@@ -322,6 +432,36 @@ class TestRefusesShortKeys(OtherKeys):
         if len(key) < 2:
             raise ValueError(f"the key {key!r} is too short")
         return key
+
+
+@broken(
+    "test_keys_of_any_bytes[one byte]",
+    says="of 256 keys have no or other values",
+    passes=("test_ranks_are_kept_apart",),
+)
+class TestNamesFilesInOneCase(OtherKeys):
+    def other(self, key):
+        return base64.urlsafe_b64encode(key).lower()
+
+
+@broken(
+    "test_keys_of_any_bytes[66 bytes, different in one]",
+    says="1 of 66 keys have no or other values",
+    passes=("test_keys_of_any_bytes[separators]",),
+)
+class TestCutsLongNames(OtherKeys):
+    def other(self, key):
+        return key if len(key) < 66 else key[:64]
+
+
+@broken(
+    "test_calls_leave_nothing",
+    says="contains() finds removed keys",
+    passes=("test_removed_keys_are_gone",),
+)
+class TestRemovesFewAtATime(MemoryTier):
+    def remove(self, keys):
+        super().remove(keys[:100])
 
 
 @broken(
@@ -449,6 +589,22 @@ class TestHoldsAllValues(MemoryTier):
 
 
 @broken(
+    "test_memory_of_removed_keys_is_let_go",
+    says="50,000 keys that were removed hold ",
+    passes=("test_replaced_values_are_let_go", "test_calls_leave_nothing"),
+    is_long=True,
+)
+class TestRemembersEveryKey(MemoryTier):
+    def __init__(self, options):
+        super().__init__(options)
+        self.missed = {}
+
+    def contains(self, keys):
+        self.missed.update((key, time.monotonic()) for key in keys if key not in self.kept)
+        return super().contains(keys)
+
+
+@broken(
     "test_nothing_is_unpickled",
     says="functions of the module pickle were called",
     passes=("test_put_replaces",),
@@ -466,7 +622,165 @@ class TestUnpickles(MemoryTier):
         return True
 
 
+@broken(
+    "test_nothing_is_unpickled",
+    says="functions of the module pickle were called",
+    passes=("test_value_of_any_bytes[zeros]",),
+)
+class TestKeepsAShelf(MemoryTier):
+    """As of the standard library."""
+
+    def put(self, key, data):
+        shelve.Shelf(self.kept, keyencoding="latin-1")[key.decode("latin-1")] = bytes(data)
+
+    def get(self, key, into):
+        if key not in self.kept:
+            return False
+        return self.fill(
+            into, shelve.Shelf(self.kept, keyencoding="latin-1")[key.decode("latin-1")]
+        )
+
+
+@broken(
+    "test_nothing_is_unpickled",
+    says="functions of the module pickle were called",
+    passes=("test_put_replaces",),
+)
+class TestUnpicklesOnAThread(MemoryTier):
+    """As a client does whose answers another thread receives."""
+
+    def get(self, key, into):
+        with ThreadPoolExecutor(1) as thread:
+            received = io.BytesIO(pickle.dumps(self.kept.get(key)))
+            return self.fill(into, thread.submit(pickle.Unpickler(received).load).result())
+
+
+@broken(
+    "test_nothing_is_unpickled",
+    says="functions of the module pickle were called",
+    passes=("test_put_replaces",),
+)
+class TestAsksAPeerByPickle(MemoryTier):
+    def __init__(self, options):
+        super().__init__(options)
+        self.here, self.there = multiprocessing.Pipe()
+
+    def contains(self, keys):
+        self.there.send_bytes(pickle.dumps([key in self.kept for key in keys]))
+        return pickle._Unpickler(io.BytesIO(self.here.recv_bytes())).load()
+
+    def close(self):
+        self.here.close()
+        self.there.close()
+
+
+@broken(
+    "test_calls_leave_nothing",
+    says=" x descriptor of ",
+    passes=("test_close_is_idempotent",),
+    hints="each call opens a file or a connection",
+    ends_within_s=0.1,
+)
+class TestOpensAFileForEachMiss(MemoryTier):
+    opened: ClassVar = []
+
+    def get(self, key, into):
+        found = super().get(key, into)
+        if not found and len(self.opened) < 200:
+            self.opened.append(os.open(os.devnull, os.O_RDONLY))
+        return found
+
+
+@broken(
+    "test_calls_leave_nothing",
+    says="1000 keys were put and removed, and left 1000 files",
+    passes=("test_removed_keys_are_gone",),
+)
+class TestLeavesAnIndex(FileTier):
+    def put(self, key, data):
+        super().put(key, data)
+        Path(self._current().blocks.path, f"{key.hex()}.index").touch()
+
+
+@broken(
+    "test_calls_leave_nothing",
+    says="thread ",
+    passes=("test_put_replaces",),
+    ends_within_s=0.1,
+)
+class TestStartsAThreadForEachRemoval(MemoryTier):
+    def remove(self, keys):
+        super().remove(keys)
+        threading.Thread(target=time.sleep, args=(2,), daemon=True).start()
+
+
 # -- several callers
+
+
+@broken(
+    "test_value_is_there_whole_or_not_at_all",
+    says="contains() finds a key whose value get() does not find",
+    passes=("test_threads_share_an_object",),
+)
+class TestTellsValuesBeforeTheyAreThere(MemoryTier):
+    coming: ClassVar = set()
+
+    def contains(self, keys):
+        return [key in self.kept or key in self.coming for key in keys]
+
+    def put(self, key, data):
+        self.coming.add(key)
+        time.sleep(0.005)
+        super().put(key, data)
+        self.coming.discard(key)
+
+
+@broken(
+    "test_value_is_there_whole_or_not_at_all",
+    says="FileNotFoundError: ",
+    passes=("test_threads_share_an_object",),
+)
+class TestLooksBeforeItReads(FileTier):
+    def get(self, key, into):
+        path = Path(self._current().blocks.path, key.hex())
+        if not path.exists():
+            return False
+        # As long as a file server takes for its answer.
+        time.sleep(0.003)
+        return self.fill(into, path.read_bytes())
+
+
+@broken(
+    "test_value_is_there_whole_or_not_at_all",
+    says="get() returns a mix of two values",
+    passes=("test_value_stays_when_it_was_read",),
+)
+class TestReadsInParts(FileTier):
+    def get(self, key, into):
+        path = Path(self._current().blocks.path, key.hex())
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_size != len(into):
+                return False
+            for first in range(0, len(into), 2**18):
+                part = into[first : first + 2**18]
+                with path.open("rb") as file:
+                    file.seek(first)
+                    file.readinto(part)
+                time.sleep(0.001)
+            return True
+        return False
+
+
+@broken(
+    "test_value_is_there_whole_or_not_at_all",
+    says="get() finds nothing while a value is replaced",
+    passes=("test_put_replaces",),
+)
+class TestRemovesBeforeItReplaces(FileTier):
+    def put(self, key, data):
+        self.remove([key])
+        time.sleep(0.002)
+        super().put(key, data)
 
 
 @broken(
@@ -649,6 +963,113 @@ class TestWritesInPlace(FileTier):
 
 
 @broken(
+    "test_processes_put_under_one_key",
+    says=", while two processes put",
+    passes=("test_processes_see_each_others_values",),
+)
+class TestWritesUnderOneName(FileTier):
+    """Whole files, but for two writers at a time."""
+
+    def put(self, key, data):
+        path = Path(self._current().blocks.path, key.hex())
+        part = path.with_suffix(".part")
+        with part.open("wb") as file:
+            for first in range(0, len(data), 2**16):
+                file.write(data[first : first + 2**16])
+                file.flush()
+                time.sleep(0.0005)
+        with contextlib.suppress(FileNotFoundError):
+            part.replace(path)
+
+
+@broken(
+    "test_fault_of_the_store[full]",
+    says="contains() and get() do not agree, after the store was full",
+    passes=("test_value_is_there_whole_or_not_at_all",),
+)
+class TestTellsWhatItCouldNotPut(FileTier):
+    def put(self, key, data):
+        path = Path(self._current().blocks.path, key.hex())
+        with contextlib.suppress(OSError):
+            self.write_whole(path, data)
+            return
+        path.unlink(missing_ok=True)
+        path.touch()
+
+
+@broken(
+    "test_fault_of_the_store[full]",
+    says="20 calls of put() that failed have left 20 files",
+    passes=("test_calls_leave_nothing",),
+)
+class TestLeavesHalfOfWhatItCouldNotPut(FileTier):
+    def put(self, key, data):
+        path = Path(self._current().blocks.path, key.hex())
+        part = path.with_suffix(f".{time.monotonic_ns()}")
+        part.write_bytes(data)
+        part.replace(path)
+
+
+@broken(
+    "test_fault_of_the_store[read-only]",
+    says="has not returned in another process",
+    passes=("test_put_replaces",),
+    deadline_s=2.0,
+)
+class TestTriesUntilItCanPut(FileTier):
+    def put(self, key, data):
+        while True:
+            with contextlib.suppress(StorageError):
+                return super().put(key, data)
+            time.sleep(0.01)
+
+
+class KeepsInMemory(FileTier):
+    """Keeps in its own memory what it cannot put."""
+
+    def __init__(self, options):
+        super().__init__(options)
+        self.spare = {}
+
+    def _current(self):
+        return self._folders
+
+    def put(self, key, data):
+        self.spare.pop(key, None)
+        try:
+            super().put(key, data)
+        except StorageError:
+            self.spare[key] = bytes(data)
+
+    def get(self, key, into):
+        return self.fill(into, self.spare.get(key)) or super().get(key, into)
+
+    def contains(self, keys):
+        found = super().contains(keys)
+        return [has or key in self.spare for key, has in zip(keys, found, strict=True)]
+
+
+@broken(
+    "test_fault_of_the_store[gone]",
+    says="another object finds other keys, after the store was gone",
+    passes=("test_objects_reach_one_store",),
+)
+class TestKeepsInMemoryWhatIsGone(KeepsInMemory): ...
+
+
+@broken(
+    "test_fault_of_the_store[full]",
+    says="another object finds other keys, after the store was full",
+    passes=("test_processes_see_each_others_values",),
+)
+class TestKeepsInMemoryWhatHasNoRoom(KeepsInMemory):
+    def put(self, key, data):
+        super().put(key, data)
+        if key in self.spare:
+            self.remove([key])
+
+
+@broken(
     "test_killed_process_leaves_whole_values",
     says="has not returned in",
     passes=("test_threads_share_an_object",),
@@ -785,7 +1206,85 @@ class TestLeavesAThread(MemoryTier):
         threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 
 
+class Listens(MemoryTier):
+    """Has a server for peers."""
+
+    host = ""
+
+    def __init__(self, options):
+        super().__init__(options)
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        self.server = socket.create_server((self.host, 0), family=family)
+
+    def close(self):
+        self.server.close()
+
+
+@broken(
+    "test_only_this_host_reaches_it",
+    says="which other hosts reach, and none of the options",
+    passes=("test_close_leaves_nothing",),
+    hints="a server is bound to no address, which is all: bind it to 127.0.0.1",
+)
+class TestListensEverywhere(Listens): ...
+
+
+@broken(
+    "test_only_this_host_reaches_it",
+    says="which other hosts reach, and none of the options",
+)
+class TestListensEverywhereByIPv6(Listens):
+    host = "::"
+
+
+@broken(
+    "test_only_this_host_reaches_it",
+    says="which other hosts reach, and none of the options",
+    passes=("test_put_replaces",),
+)
+class TestStartsAServerThatListensEverywhere(MemoryTier):
+    CODE = (
+        "import socket, sys\n"
+        "server = socket.create_server(('0.0.0.0', 0))\n"
+        "print(flush=True)\n"
+        "sys.stdin.read()"
+    )
+
+    def __init__(self, options):
+        super().__init__(options)
+        command = [sys.executable, "-S", "-c", self.CODE]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.process.stdout.readline()
+
+    def close(self):
+        self.process.communicate()
+
+
+@broken("", passes=("test_only_this_host_reaches_it",))
+class TestListensAtLoopback(Listens):
+    host = "127.0.0.1"
+
+
 # -- blocks, and a model
+
+
+@broken(
+    "test_damaged_block_is_refused[the tier alone]",
+    says="a whole block is not loaded",
+    passes=("test_removed_keys_are_gone",),
+)
+class TestBuriesWhatWasRemovedTwice(MemoryTier):
+    def __init__(self, options):
+        super().__init__(options)
+        self.num_removed = REMOVED[options.shelf]
+
+    def remove(self, keys):
+        super().remove(keys)
+        self.num_removed.update(keys)
+
+    def put(self, key, data):
+        if self.num_removed[key] < 5:
+            super().put(key, data)
 
 
 @broken(

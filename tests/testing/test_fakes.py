@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from wtransfer.testing.connector import ConnectorConformance
 from wtransfer.testing.engine import EngineConformance
@@ -33,9 +34,11 @@ class TestMemoryConnector(ConnectorConformance):
     def options_in(self, folder):
         return {"shelf": str(folder), "outlasts": self.outlasts}
 
-    def damage(self, bed):
+    def damage(self, bed, where):
         for kept in SHELVES[str(bed.folder)].values():
-            next(iter(kept.pages.values())).numpy().reshape(-1)[3] += 1
+            pages = [page.view(torch.uint8).reshape(-1) for page in kept.pages.values()]
+            number, place = divmod(round(where * (len(pages) * len(pages[0]) - 1)), len(pages[0]))
+            pages[number][place] ^= 1
         return True
 
 

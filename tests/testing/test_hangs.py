@@ -10,8 +10,14 @@ import pytest
 
 from wtransfer.connectors.interface import SCHEDULER_METHODS, WORKER_METHODS
 from wtransfer.scaffold.memory_spec import MemorySpec
-from wtransfer.testing.fakes import MemoryConnector, MemoryScheduler, MemoryTier, MemoryWorker
-from wtransfer.testing.kit import check_connector, check_spec, check_tier
+from wtransfer.testing.fakes import (
+    MemoryConnector,
+    MemoryEngine,
+    MemoryScheduler,
+    MemoryTier,
+    MemoryWorker,
+)
+from wtransfer.testing.kit import check_connector, check_engine, check_spec, check_tier
 
 ATTRIBUTES = {"deadline_s": 0.3}
 
@@ -62,6 +68,29 @@ def test_kit_ends_where_both_the_call_and_the_shutdown_of_a_spec_hang(never):
     report = check_spec(Hangs, attributes=ATTRIBUTES, memory_bytes_to_use=1 << 22)
     # The end of a test that has hung is not blamed as well.
     assert [text.count("has not returned") for text in report.failed.values()] == [1]
+
+
+def test_kit_ends_after_the_third_round_that_stalls():
+    class WaitsForMore(MemoryEngine):
+        """It returns when it is aborted, so no call hangs."""
+
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.aborted = threading.Event()
+
+        def receive_weights(self, update_info, load_weights):
+            super().receive_weights(update_info, load_weights)
+            if len(update_info.names) > 1:
+                self.aborted.wait()
+
+        def abort_weight_update(self):
+            self.aborted.set()
+
+    report = check_engine(WaitsForMore, attributes=ATTRIBUTES)
+    assert len(report.failed) == 3
+    assert all("StallError: " in text for text in report.failed.values())
+    (reason,) = {text for text in report.skipped.values() if "have hung" in text}
+    assert all(name in reason for name in report.failed)
 
 
 RARE = {"reset_cache", "has_connector_metadata", "has_pending_block_frees"}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import threading
 
 import pytest
 
+from wtransfer.deadline import Deadline
 from wtransfer.errors import (
     ConnectorOptionError,
     DigestMismatchError,
@@ -14,7 +16,7 @@ from wtransfer.errors import (
     OffloadingOptionError,
     TruncatedError,
 )
-from wtransfer.testing.kit import ConformanceKit, usually
+from wtransfer.testing.kit import ConformanceKit, checked_stats, usually
 
 OWN = "the usual thing is wrong"
 NO_OPTIONS = "the kit was not given the options that the backend needs: return them from options_in"
@@ -104,9 +106,16 @@ def test_hint_of_an_error_replaces_that_of_the_test(call, hint):
             raising(ValueError("receive_weights raised NameError: name 'x' is not defined")),
             "the backend's own code has this mistake",
         ),
+        (
+            raising(EngineError("receive_weights raised KeyError: 'x' (at engine.py:3)")),
+            "the backend itself raises this error, at the place that it names",
+        ),
         (raising(DigestMismatchError("x")), "memory or a file was rewritten while it was read"),
         (raising(ConnectionRefusedError(111, "Connection refused")), "nothing listens at the"),
         (raising(AssertionError("a call of the tier has not returned in 6 s")), HANGS),
+        (raising(KeyError("x")), "the backend raises KeyError itself, at test_hints.py:"),
+        (raising(AssertionError("x")), "the backend raises AssertionError itself, at test_hints"),
+        (lambda: json.loads("{"), "the backend raises JSONDecodeError itself, at test_hints.py:"),
     ],
 )
 def test_hint_of_an_error_goes_before_that_of_the_test(call, hint):
@@ -116,7 +125,12 @@ def test_hint_of_an_error_goes_before_that_of_the_test(call, hint):
 
 
 @pytest.mark.parametrize(
-    "error", [AssertionError("x"), KeyError("x"), RuntimeError("x"), ImportError("x")]
+    "call",
+    [
+        # What the kit finds, and what the framework raises, also below the backend's own code.
+        lambda: checked_stats({1: 2}, "worker"),
+        lambda: Deadline(0.0).check("a call"),
+    ],
 )
-def test_any_other_error_has_the_hint_of_the_test(error):
-    assert hint_of(raising(error)) == f"{OWN}."
+def test_any_other_error_has_the_hint_of_the_test(call):
+    assert hint_of(call) == f"{OWN}."

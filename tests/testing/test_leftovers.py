@@ -5,12 +5,13 @@ from __future__ import annotations
 import secrets
 import subprocess
 import sys
+from collections import deque
 from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 
 import pytest
 
-from wtransfer.testing.leftovers import Leftovers
+from wtransfer.testing.leftovers import Leftovers, num_kept
 
 SHM = Path("/dev/shm")
 WATCH = """
@@ -75,3 +76,18 @@ def test_leftovers_are_named_in_full(name):
     (SHM / name).touch()
     with pytest.raises(AssertionError, match=f"are left:\n  1 x file /dev/shm/{name}$"):
         leftovers.check(within_s=0)
+
+
+def test_what_an_object_keeps_is_counted_and_what_has_a_bound_is_not():
+    class Side:
+        def __init__(self):
+            self.kept, self.latest = {}, deque(maxlen=9)
+
+    side = Side()
+    before = num_kept(side)
+    side.latest.extend(range(9))
+    assert num_kept(side) == before
+    for number in range(1000, 1020):
+        side.kept[number] = [number]
+    grown = num_kept(side) - before
+    assert grown == {"dict": 40, "list": 20}

@@ -167,7 +167,7 @@ def test_kits_of_installed_backends_run_by_their_names(run_installed):
 @pytest.mark.slow  # a kit of its own for two lines
 def test_seconds_and_reasons_of_skips_are_shown(run_installed):
     done = run_installed(
-        *("--wtransfer-spec", "CPUOffloadingSpec", "-k", "test_a_damaged_block_is_not_loaded"),
+        *("--wtransfer-spec", "CPUOffloadingSpec", "-k", "damaged and last"),
         *("--wtransfer-option", "cpu_bytes_to_use=4194304"),
     )
     assert done.returncode == 0, done.stdout

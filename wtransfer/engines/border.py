@@ -13,7 +13,13 @@ import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from wtransfer.calls import Call, Flag, SerialThread, start_call
-from wtransfer.errors import ClosedError, EngineError, RoundAbortedError, WTransferError
+from wtransfer.errors import (
+    ClosedError,
+    EngineError,
+    RoundAbortedError,
+    WTransferError,
+    raised_at,
+)
 from wtransfer.transport.memory import is_out_of_memory, out_of_memory
 
 if TYPE_CHECKING:
@@ -55,7 +61,11 @@ def engine_error(method: str, error: BaseException, plugin: str) -> WTransferErr
             shortage = out_of_memory("the update's", error)
             shortage.add_facts(plugin=plugin)
             return shortage
-        return EngineError(f"{method} raised {type(error).__name__}: {error}", plugin=plugin)
+        place = raised_at(error)
+        return EngineError(
+            f"{method} raised {type(error).__name__}: {error}{place and f' (at {place})'}",
+            plugin=plugin,
+        )
     return EngineError(
         f"{method} raised {type(error).__name__}: its text cannot be shown", plugin=plugin
     )

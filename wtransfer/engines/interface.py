@@ -213,8 +213,9 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
     """The trainer's twin: a class, or ``"package.module:Class"``."""
     tensors_valid_until: ClassVar[Literal["return", "round"]] = "return"
     """How long tensors given to ``load_weights`` keep their bytes: until it returns (the session
-    copies them), or until the worker releases them (the session may keep views). Read from the
-    instance, once that is initialised."""
+    copies them), or until the worker releases them (the session may keep views). The latter is when
+    no tensor refers to their memory any more, and may be many rounds later: a worker serves them.
+    Read from the instance, once that is initialised."""
     writes_after_return: ClassVar[bool] = True
     """True if the engine could write to tensors that stay valid for the round once ``load_weights``
     has returned: the session then digests them a second time before it votes, one more pass over

@@ -104,7 +104,7 @@ class ShelfConnectorWorker(ConnectorWorker):
         super().__init__(config, kv_cache_config)
         self.folder, self.rank = _folder(self.options), Instance.of(config).rank
         self.caches: Mapping[str, torch.Tensor] = {}
-        self.staged: dict[str, list[torch.Tensor]] = {}
+        self.staged: dict[str, dict[str, torch.Tensor]] = {}
         self.not_loaded: set[int] = set()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -126,12 +126,13 @@ class ShelfConnectorWorker(ConnectorWorker):
         """Copy one layer of the blocks that the step fills."""
         for name, block in self.metadata.saves:
             page = kv_layer[block].flatten().view(torch.uint8).to("cpu", copy=True)
-            self.staged.setdefault(name, []).append(page)
+            # Equal prompts in one step have the same blocks: the second copy is the first.
+            self.staged.setdefault(name, {})[layer_name] = page
 
     def wait_for_save(self) -> None:
         """Write the copies: the step counts. A save that fails is a later miss."""
         for name, pages in self.staged.items():
-            data = torch.cat(pages).numpy().tobytes()
+            data = torch.cat([pages[layer] for layer in self.caches]).numpy().tobytes()
             try:
                 path = self.folder / f"{name}.{self.rank}"
                 Tier.write_whole(path, memoryview(checksum(data) + data))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,8 +39,10 @@ class ShelfTier(Tier):
 
     def get(self, key: bytes, into: memoryview) -> bool:
         """Fill `into`; return False if there is no value of this length."""
-        path = self.folder / key.hex()
-        return path.exists() and self.fill(into, path.read_bytes())
+        # Not looked at first: others may remove it in between.
+        with contextlib.suppress(FileNotFoundError):
+            return self.fill(into, (self.folder / key.hex()).read_bytes())
+        return False
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Remove values; those that are not there are ignored."""

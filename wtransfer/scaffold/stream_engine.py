@@ -169,7 +169,7 @@ class StreamEngine(WeightTransferEngine[StreamEngineInitInfo, StreamEngineUpdate
     trainer_cls = StreamEngineTrainer
     multi_host = True
     # Each tensor has memory of its own, which is never written again: nothing needs to copy it,
-    # or to digest it twice.
+    # or to digest it twice. "round" is until the worker releases it, many rounds later maybe.
     tensors_valid_until = "round"
     writes_after_return = False
     allocates = True

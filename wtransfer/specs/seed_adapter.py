@@ -330,6 +330,9 @@ class SeedManagerAdapter(OffloadingManager):
         # (request, key) -> the name under which it is in flight, and how often.
         self._loads: dict[tuple[str, bytes], tuple[bytes, int]] = {}
         self._stores: dict[tuple[str, bytes], bytes] = {}
+        # Blocks that events tell, where the manager cannot tell the end of all of them.
+        self._told: dict[OffloadKey, Medium] = {}
+        self._events: list[OffloadingEvent] = []
         self._num_unknown = 0
         self._arity: dict[str, int] = {}
         self._is_shut_down = False
@@ -427,13 +430,28 @@ class SeedManagerAdapter(OffloadingManager):
         self._call("weights_changed")
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return its events, in the current form."""
+        """Return its events, in the current form, and the removals of a reset."""
+        self._collect_events()
+        events, self._events = self._events, []
+        return events
+
+    def _collect_events(self) -> None:
         for event in self._call("take_events") or ():
             names = _first_of(event, "keys", "block_hashes")
             medium = event.medium
             if not isinstance(medium, Medium):
                 medium = Medium.CPU if medium == Medium.CPU.value else Medium.STORAGE
-            yield OffloadingEvent([self._key(name) for name in names], medium, event.removed)
+            keys = [self._key(name) for name in names]
+            if not self._can_reset:
+                # What becomes of a block of before the last reset says nothing of its key.
+                known = zip(keys, names, strict=True)
+                keys = [key for key, name in known if self._name(key) == name]
+                for key in keys:
+                    self._told.pop(key, None)
+                    if not event.removed:
+                        self._told[key] = medium
+            if keys:
+                self._events.append(OffloadingEvent(keys, medium, event.removed))
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Pass on."""
@@ -447,8 +465,13 @@ class SeedManagerAdapter(OffloadingManager):
         """Pass on; where the manager has no reset, its blocks get other names from now on."""
         if self._can_reset:
             self._manager.reset_cache()
-        else:
-            self._num_resets += 1
+            return
+        self._collect_events()
+        for medium in set(self._told.values()):
+            keys = [key for key, own in self._told.items() if own is medium]
+            self._events.append(OffloadingEvent(keys, medium, removed=True))
+        self._told.clear()
+        self._num_resets += 1
 
     def get_stats(self) -> Mapping[str, float]:
         """Return its numbers, if it has any, and the number of unknown completions."""

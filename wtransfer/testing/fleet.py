@@ -67,7 +67,9 @@ class GatedSource(StateDictSource):
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], gate_at: int = 1) -> None:
         super().__init__(tensors)
-        self.tensors, self._gate_at = tensors, gate_at
+        self.tensors = tensors
+        self.gate_at = gate_at
+        """Number of the tensor at which a pass waits."""
         self.reached = threading.Event()
         """Set once a pass is at the gate."""
         self.gate = threading.Event()
@@ -77,7 +79,7 @@ class GatedSource(StateDictSource):
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors, and wait at one of them."""
         for number, pair in enumerate(super().iter_full()):
-            if number == self._gate_at:
+            if number == self.gate_at:
                 self.reached.set()
                 self.gate.wait()
             yield pair
@@ -153,6 +155,13 @@ class Fleet:
         self.members.append(member)
         self._await_hello(session.status().worker)
         return member
+
+    def adopt(self, member: Member) -> None:
+        """Have a worker join that has left its publisher, and wait until this one knows it."""
+        publisher = self.publisher
+        member.session.join(publisher.address, token=publisher.token)
+        self.members.append(member)
+        self._await_hello(member.session.status().worker)
 
     def leave(self, member: Member) -> None:
         """Close a worker's session and wait until the publisher knows that it is gone."""

@@ -41,6 +41,7 @@ from wtransfer.errors import (
     PluginError,
     StallError,
     TruncatedError,
+    raised_at,
 )
 from wtransfer.registry.discovery import CORE
 from wtransfer.registry.resolve import registry
@@ -104,6 +105,12 @@ HINTS = (
     Hint(_NO_OPTIONS, error=OffloadingOptionError),
     Hint(_NO_OPTIONS, error=ConnectorOptionError),
     # Of an engine.
+    Hint(
+        "memory in which tensors were delivered in an earlier round is taken for another one "
+        "though a worker has them, as from two sets of buffers in turn: take memory that no tensor "
+        "refers to any more, or declare 'return'",
+        "means valid until the worker releases them",
+    ),
     Hint(_NO_OPTIONS, "Invalid options for ", ValueError),
     Hint(
         "the trainer passes another info to client.update_weights() than update_info_cls says",
@@ -123,6 +130,11 @@ HINTS = (
     Hint(
         "the store of this test is full, which is no fault of the backend: give it more room",
         "No space left on device",
+    ),
+    Hint(
+        "what a side opens or starts is not ended on each of its paths, also that of an error: its "
+        "threads, processes, sockets, files, memory; a `with` block ends them",
+        "of two fleets that were closed",
     ),
     Hint(
         "descriptors are opened for each call, or each object, and not closed",
@@ -146,7 +158,11 @@ HINTS = (
 """Hints that go before those of the tests, the surest first."""
 _MISTAKES = (NameError, AttributeError, TypeError, NotImplementedError)
 _MISTAKE = re.compile(rf"raised ({'|'.join(each.__name__ for each in _MISTAKES)}): ")
+_OWN_ERROR = re.compile(r"raised \w+: (?!injected)")
 _HERE = str(Path(__file__).parents[1])
+_LIBRARY = str(Path(os.__file__).parent)
+_NOT_BACKENDS = ("_pytest", "msgspec", "numpy", "pluggy", "pytest", "torch")
+"""Packages that the kits call themselves."""
 
 
 def usually(hint: str) -> Callable[[Test], Test]:
@@ -168,10 +184,13 @@ def usually(hint: str) -> Callable[[Test], Test]:
             try:
                 self.run_test(functools.partial(test, self, *args, **kwargs))
             except AssertionError as error:
+                self._count_stall(error)
                 error.args = (f"{error}{end(error)}",)
                 raise
             except (Exception, pytest.fail.Exception) as error:
-                said, usual = f"{type(error).__name__}: {error}", end(error)
+                at = f" (at {raised_at(error)})" if _is_by_backend(error) else ""
+                said, usual = f"{type(error).__name__}: {error}{at}", end(error)
+                self._count_stall(error)
                 # The framework may have given up a call of the backend before the kit does.
                 if isinstance(error, StallError) and (hung := self._under_way()):
                     self._note_hang()
@@ -200,6 +219,12 @@ def _hint(error: BaseException, own: str) -> str:
             return f"the code itself has a mistake, at {Path(file).name}:{line}; or that {own}"
     if _MISTAKE.search(str(error)):
         return f"the backend's own code has this mistake; or that {own}"
+    if _OWN_ERROR.search(str(error)):
+        return f"the backend itself raises this error, at the place that it names; or that {own}"
+    for each in chain:
+        if _is_by_backend(each):
+            what = type(each).__name__
+            return f"the backend raises {what} itself, at {raised_at(each)}; or that {own}"
     return own
 
 
@@ -209,6 +234,21 @@ def kit_zygote() -> Zygote:
     zygote = Zygote(preload=["torch", "wtransfer.testing.mini_engine.instance"])
     atexit.register(zygote.close)
     return zygote
+
+
+def _is_by_backend(error: BaseException) -> bool:
+    """Return whether the backend's code raised an error, or a library that it called."""
+    is_by_backend = False
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        file, top = frame.f_code.co_filename, frame.f_globals.get("__name__", "").partition(".")[0]
+        if top == CORE:
+            # The backend may have called what raises.
+            is_by_backend = False
+        elif top not in _NOT_BACKENDS and (
+            "site-packages" in file or not file.startswith(_LIBRARY)
+        ):
+            is_by_backend = True
+    return is_by_backend
 
 
 class ConformanceKit:
@@ -396,8 +436,17 @@ class ConformanceKit:
     def _note_hang(self) -> None:
         """Count a test that has hung; after `MAX_HUNG` the tests that follow are skipped."""
         self._has_hung = True
-        if self._test_name is not None:
-            self._hung.setdefault(type(self), []).append(self._test_name)
+        self._count_hang()
+
+    def _count_stall(self, error: BaseException) -> None:
+        """Count a failed test in which the framework gave a call up before the kit did."""
+        if isinstance(error, StallError) or StallError.__name__ in str(error):
+            self._count_hang()
+
+    def _count_hang(self) -> None:
+        counted = self._hung.setdefault(type(self), [])
+        if self._test_name is not None and self._test_name not in counted:
+            counted.append(self._test_name)
 
     @contextlib.contextmanager
     def is_smoke_test(self) -> Iterator[None]:

@@ -1,16 +1,18 @@
-"""Find leftovers of this process: threads, descriptors, shared memory."""
+"""Find what this process holds: threads, descriptors, shared memory, sockets, objects."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import gc
+import logging
 import os
 import re
 import sys
 import threading
 import time
-from collections import Counter
+import types
+from collections import Counter, deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +29,16 @@ class Leftovers:
     Linux only. Descriptors and mappings are counted by kind, since their numbers are reused. A file
     in ``/dev/shm`` counts if this process has opened it from Python, or if it or one of its
     children holds it: other processes make and remove files there at any time.
+
+    Args:
+        threads_by_name: Whether a thread may take the place of another of its name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, threads_by_name: bool = False) -> None:
+        self._by_name = threads_by_name
         _record_opened_files()
         self._threads = set(threading.enumerate())
+        self._named = Counter(_kind(thread.name) for thread in self._threads)
         self._held = _held()
 
     def found(self, within_s: float = 5.0) -> list[str]:
@@ -62,13 +69,21 @@ class Leftovers:
 
     def _more(self) -> list[str]:
         threads = [t.name for t in threading.enumerate() if t not in self._threads]
+        if self._by_name:
+            now = Counter(_kind(t.name) for t in threading.enumerate())
+            threads = list((now - self._named).elements())
         more = [f"{number} x {what}" for what, number in (_held() - self._held).items()]
         return [f"thread {name}" for name in threads] + more
 
 
+def _kind(name: str) -> str:
+    """Return a name without its numbers."""
+    return re.sub("[0-9]+", "#", name)
+
+
 def _held() -> Counter[str]:
     own = list(_targets("self"))
-    held = Counter(f"{kind} of {re.sub('[0-9]+', '#', target)}" for kind, target in own)
+    held = Counter(f"{kind} of {_kind(target)}" for kind, target in own)
     ours = {_opened_name(target) for _, target in own} | _opened
     for pid in descendants():
         ours.update(_opened_name(target) for _, target in _targets(pid))
@@ -96,6 +111,32 @@ def descendants(pid: str = "self") -> Iterator[str]:
                 yield from descendants(child)
 
 
+def num_kept(*roots: object) -> Counter[str]:
+    """Count what objects keep, by class of the keeper: entries, attributes and other references.
+
+    Modules, classes, loggers and threads are no part of an object, nor is what they refer to. What
+    has a bound, as the last numbers of a gauge, does not count.
+    """
+    counts, seen, waiting = Counter[str](), set[int](), list(roots)
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen or isinstance(each, _NO_PARTS):
+            continue
+        seen.add(id(each))
+        if isinstance(each, deque) and each.maxlen is not None:
+            continue
+        if isinstance(each, types.FunctionType):
+            # Not its globals, which are its module.
+            parts = [*(each.__closure__ or ()), each.__defaults__]
+        else:
+            parts = [part for part in gc.get_referents(each) if part is not type(each)]
+        counts[type(each).__name__] += len(parts)
+        waiting += parts
+    return counts
+
+
+_NO_PARTS: tuple[type, ...] = (types.ModuleType, types.CodeType, types.FrameType, type)
+_NO_PARTS += (logging.Logger, threading.Thread, str, bytes, int, float)
 _opened: set[str] = set()
 """Names in ``/dev/shm`` that this process has opened."""
 

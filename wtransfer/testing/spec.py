@@ -27,10 +27,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import gc
 import itertools
 import os
 import random
+import statistics
 import time
+import tracemalloc
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -45,9 +48,11 @@ from wtransfer.config import (
     OffloadingModelConfig,
     OffloadingParallelConfig,
 )
+from wtransfer.deadline import Deadline
 from wtransfer.errors import BlockNotKeptError
 from wtransfer.kv.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from wtransfer.kv.keys import fence_key, make_offload_key
+from wtransfer.specs.arena_manager import CPUOffloadingManager
 from wtransfer.specs.factory import OffloadingSpecFactory
 from wtransfer.specs.interface import (
     GPULoadStoreSpec,
@@ -62,10 +67,12 @@ from wtransfer.testing.kit import (
     ConformanceKit,
     checked_stats,
     fallen_counters,
+    recorded_unpickling,
     registered_name,
     usually,
 )
 from wtransfer.testing.leftovers import Leftovers
+from wtransfer.testing.reachable import check_this_host_only, reachable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -120,6 +127,16 @@ LARGE = Geometry(num_layers=2, page_nbytes=2**23, num_blocks=2)
 """Blocks whose copies take milliseconds: far longer than to begin one."""
 _OTHER_BYTES = "other bytes were loaded than were stored"
 _NOT_LOADED = "a block that was stored could not be loaded"
+TINY = Geometry(num_layers=2, page_nbytes=2**12)
+"""Blocks whose copies take next to no time."""
+NUM_REQUESTS = 1000
+"""Requests that shall leave nothing."""
+NUM_CALLS = 25
+"""Calls whose median is compared."""
+HELD_UP_S = 5e-3
+"""Median of a call that holds a scheduler up, in seconds, if it is also `HELD_UP` times as long as
+one of a manager in memory."""
+HELD_UP = 50
 MOST_TRIES = 20
 """Most tries to see a job running: this process may be held up until the job has ended."""
 
@@ -327,12 +344,20 @@ class SpecConformance(ConformanceKit):
             made.digest(b) for b in (8, 1, 5)
         ], _OTHER_BYTES
 
-    @usually("blocks have no checksum, or that it is compared after the cache was written")
-    def test_a_damaged_block_is_not_loaded(self, host: MakeHost) -> None:
-        """The job fails, and no byte of the cache is touched. Needs `reach`."""
-        made = host()
+    @usually(
+        "blocks have no checksum, it covers a part of them, or it is compared after the cache was "
+        "written"
+    )
+    @pytest.mark.parametrize("place", ["first", "middle", "last"])
+    def test_a_damaged_block_is_not_loaded(self, host: MakeHost, place: str) -> None:
+        """The job fails, no byte of the cache is touched, and the block may be stored anew.
+
+        Needs `reach`.
+        """
+        made, key, ctx = host(), key_of(1), ReqContext("request of a damaged block")
+        made.manager.on_new_request(ctx)
         made.write(0, seed=1)
-        prepared = made.store([key_of(1)], [0])
+        prepared = made.store([key], [0])
         assert prepared is not None
         memory = self.reach(made.worker, prepared.store_spec)
         if memory is None:
@@ -342,10 +367,23 @@ class SpecConformance(ConformanceKit):
                 "kit: the bytes, in memory or in a mapped file, that the worker keeps of the block "
                 "that it has stored at `where`"
             )
-        memory[len(memory) // 2] ^= 1
+        assert made.load([key], [2], ctx), _NOT_LOADED
+        memory[{"first": 0, "middle": len(memory) // 2, "last": len(memory) - 1}[place]] ^= 1
         before = made.digests()
-        assert not made.load([key_of(1)], [1]), "a damaged block was loaded"
+        where = made.manager.prepare_load([key], ctx)
+        is_loaded = made.succeeded(made.submit_load([1], where))
+        assert not is_loaded, f"a block whose {place} byte was damaged was loaded"
         assert made.digests() == before, "a block that is not loaded was written to the cache"
+        is_noted = made.manager.load_failed([key], ctx, suspect=True)
+        made.manager.complete_load([key], ctx)
+        # Else the connector asks for it under another key.
+        if is_noted:
+            assert made.manager.lookup(key, ctx) is not LookupResult.HIT, (
+                "load_failed() has returned True, and a damaged block is still a hit"
+            )
+            made.store([key], [0])
+            assert made.load([key], [1]), "a block is not loaded that was stored anew"
+            assert made.digest(1) == made.digest(0), _OTHER_BYTES
 
     @usually("all ranks write to one file or one store: put `config.parallel.rank` into its name")
     def test_ranks_keep_their_own_bytes(self, host: MakeHost) -> None:
@@ -459,8 +497,7 @@ class SpecConformance(ConformanceKit):
         where = small_host.manager.prepare_load([key], first)
         small_host.manager.prepare_load([key], second)
         for ctx in (first, second):
-            for _ in range(2 * len(small_host.kept)):
-                small_host.store_next()
+            small_host.press()
             assert small_host.manager.lookup(key, ctx) is LookupResult.HIT, (
                 "a block that was stored is not found"
             )
@@ -492,6 +529,18 @@ class SpecConformance(ConformanceKit):
         assert prepared is not None
         assert prepared.evicted_keys == [kept[0]]
 
+    @usually("a block is evicted in favour of those with which it was offered")
+    def test_blocks_of_one_store_stay(self, small_host: SpecHost) -> None:
+        """Of a request's blocks those that are kept do not give way to those that are new."""
+        kept = small_host.fill()
+        keys = [kept[0], key_of(10**6), kept[1]]
+        prepared = small_host.store(keys, [1, 2, 3])
+        assert prepared is not None, "no block can be stored any more"
+        assert len(prepared.evicted_keys) == 1, "nothing gave way"
+        ctx = small_host.request()
+        found = [small_host.manager.lookup(key, ctx) for key in keys]
+        assert found == [LookupResult.HIT] * 3, "a block of the same prepare_store() was evicted"
+
     @usually("a slot whose store is under way is taken for free")
     def test_blocks_being_stored_are_not_evicted(self, small_host: SpecHost) -> None:
         """The slot of a block is not reused until its store is complete."""
@@ -499,9 +548,8 @@ class SpecConformance(ConformanceKit):
         small_host.write(1, seed=10**6)
         prepared = small_host.manager.prepare_store([key], ctx)
         assert prepared is not None
-        num_kept = len(small_host.fill())
-        for _ in range(2 * num_kept):
-            small_host.store_next()
+        small_host.fill()
+        small_host.press()
         assert small_host.succeeded(small_host.submit_store([1], prepared.store_spec))
         small_host.manager.complete_store([key], ctx)
         assert small_host.load([key], [2]), _NOT_LOADED
@@ -572,8 +620,7 @@ class SpecConformance(ConformanceKit):
         for _ in range(3):
             small_host.manager.complete_load([key], first)
             small_host.manager.complete_store([key], first, success=False)
-        for _ in range(3 * len(small_host.kept)):
-            small_host.store_next()
+        small_host.press()
         assert small_host.manager.lookup(key, second) is LookupResult.HIT, (
             "a block that was stored is not found"
         )
@@ -649,6 +696,38 @@ class SpecConformance(ConformanceKit):
             f"ended when submit_{direction} had returned"
         )
 
+    @usually("a job is reported when its copy was begun, or the last of several copies is not")
+    @pytest.mark.parametrize("direction", ["store", "load"])
+    def test_finished_job_has_moved_all_bytes(self, host: MakeHost, direction: str) -> None:
+        """The cache is read, or written to, as soon as `get_finished` has named the job."""
+        made, ctx = host(LARGE, num_kept=2), ReqContext("request of large blocks")
+        made.manager.on_new_request(ctx)
+        made.write(0, seed=1)
+        expected = made.digest(0)
+
+        def end(job: int) -> None:
+            deadline = Deadline(self.deadline_s)
+            while job not in made.finished:
+                made.collect()
+                deadline.check("the end of a job")
+            assert made.finished[job], f"a {direction} was not successful"
+
+        prepared = made.manager.prepare_store([key_of(1)], ctx)
+        assert prepared is not None
+        end(made.submit_store([0], prepared.store_spec))
+        if direction == "store":
+            # What comes last is gone first.
+            for tensor in reversed(made.caches[0][0]):
+                tensor[0].zero_()
+        made.manager.complete_store([key_of(1)], ctx)
+        end(made.submit_load([1], made.manager.prepare_load([key_of(1)], ctx)))
+        last = bytes(made.caches[0][0][-1][1][-64:].numpy())
+        made.write(0, seed=1)
+        assert last == bytes(made.caches[0][0][-1][0][-64:].numpy()), (
+            f"a {direction} was reported before its last bytes were there"
+        )
+        assert made.digest(1) == expected, f"a {direction} was reported before its bytes were there"
+
     @usually("a job is looked up by `[]`, though it was reported before")
     def test_wait_ignores_unknown_jobs(self, host: MakeHost) -> None:
         """Jobs that were never submitted, or were reported already, are ignored."""
@@ -705,22 +784,46 @@ class SpecConformance(ConformanceKit):
     @usually("removals are not told, or are told after what took their place")
     def test_events_match_lookups(self, small_host: SpecHost) -> None:
         """Events give the same set of blocks as lookups; a spec may have no events."""
+        manager, key = small_host.manager, key_of(10**6)
         small_host.fill()
         for _ in range(10):
             small_host.store_next()
-        known: set[bytes] = set()
-        events = list(small_host.manager.take_events())
-        if not events:
-            pytest.skip("this spec tells no events")
-        for event in events:
-            assert known.issuperset(event.keys) == event.removed
-            known = known - set(event.keys) if event.removed else known | set(event.keys)
-            assert len(known) <= len(small_host.kept), "removals come before what takes their place"
-        ctx = small_host.request()
-        hits = {
-            k for k in small_host.digest_of if small_host.manager.lookup(k, ctx) is LookupResult.HIT
-        }
-        assert known == hits
+        ctx, known = small_host.request(), set[bytes]()
+
+        def compare(when: str) -> None:
+            nonlocal known
+            events = list(manager.take_events())
+            if not events and not known:
+                pytest.skip("this spec tells no events")
+            for event in events:
+                is_new = known.isdisjoint(event.keys)
+                is_right = known.issuperset(event.keys) if event.removed else is_new
+                what = (
+                    "removes blocks that were not told" if event.removed else "tells blocks twice"
+                )
+                assert is_right, f"an event {what}, {when}"
+                known = known - set(event.keys) if event.removed else known | set(event.keys)
+                assert len(known) <= most, "removals come before what takes their place"
+            keys = [*small_host.digest_of, key]
+            hits = {each for each in keys if manager.lookup(each, ctx) is LookupResult.HIT}
+            assert known == hits, f"events tell other blocks than lookup() finds, {when}"
+
+        most = len(small_host.kept)
+        compare("after evictions")
+        prepared = manager.prepare_store([key], ctx)
+        assert prepared is not None
+        compare("while a block is being stored")
+        assert small_host.succeeded(small_host.submit_store([0], prepared.store_spec))
+        manager.complete_store([key], ctx, success=False)
+        compare("after a store that has failed")
+        again = small_host.kept[-1]
+        manager.reset_cache()
+        compare("after reset_cache()")
+        # What becomes of slots from before says nothing of a block that is stored anew.
+        small_host.store([again], [0])
+        for _ in range(most - 2):
+            small_host.store_next()
+            compare("after blocks from before reset_cache() have given way")
 
     @usually("get_stats() returns text or objects, or that a counter starts again")
     def test_stats_are_numbers_and_counters_rise(self, host: MakeHost) -> None:
@@ -731,7 +834,81 @@ class SpecConformance(ConformanceKit):
             made.store([key_of(number)], [0])
             assert made.load([key_of(number)], [1]), _NOT_LOADED
             made.manager.reset_cache()
-        assert fallen_counters(before, _stats(made)) == [], "counters that have fallen"
+        after = _stats(made)
+        assert fallen_counters(before, after) == [], "counters that have fallen"
+        if not after:
+            pytest.skip("this spec has no statistics")
+
+    # -- what it costs
+
+    @usually("the call waits for the medium; look up and prepare in memory, copy on a thread")
+    def test_no_call_holds_the_scheduler_up(self, host: MakeHost) -> None:
+        """Medians of the calls that a step makes, beside those of a manager in memory."""
+        made = host(TINY)
+        made.write(0, seed=1)
+        bare = CPUOffloadingManager(64)
+        own, other = (_durations(each, made) for each in (made.manager, bare))
+        slow = {
+            name: f"{own[name] * 1e3:.1f} ms, in memory {other[name] * 1e3:.3f} ms"
+            for name in own
+            if own[name] > max(HELD_UP_S, HELD_UP * other[name])
+        }
+        assert slow == {}, "the scheduler, or the model, waits for these calls"
+
+    @usually("what is kept for a request or a job is not dropped at its end")
+    def test_requests_leave_nothing(self, host: MakeHost) -> None:
+        """Memory, threads and descriptors stay, over a thousand requests."""
+        made, numbers = host(TINY, num_kept=NUM_FEW), itertools.count()
+
+        def live(num_requests: int) -> None:
+            for number in itertools.islice(numbers, num_requests):
+                ctx, key = made.request(), key_of(number % NUM_FEW)
+                made.manager.lookup(key_of(10**6), ctx)
+                made.store([key], [0], ctx)
+                assert made.load([key], [1], ctx), _NOT_LOADED
+                made.manager.on_request_finished(ctx)
+                list(made.manager.take_events())
+                made.forget_results()
+                # In the rounds between, nothing is new. What forgets nothing has to have a bound.
+                if self.size_option and number % (2 * NUM_FEW) == 0:
+                    made.manager.reset_cache()
+
+        with traced_memory():
+            # The first requests fill caches.
+            live(NUM_REQUESTS // 4)
+            gc.collect()
+            leftovers, before = Leftovers(), tracemalloc.get_traced_memory()[0]
+            live(NUM_REQUESTS)
+            gc.collect()
+            grown = tracemalloc.get_traced_memory()[0] - before
+        leftovers.check(self.ends_within_s)
+        # Less than an entry for each request; a library may lose some words with each call.
+        assert grown < 192 * NUM_REQUESTS, f"{NUM_REQUESTS} requests hold {grown:,} bytes"
+
+    # -- trust
+
+    @usually(
+        "a server is bound to no address, which is all: bind it to 127.0.0.1, or a Unix socket"
+    )
+    def test_only_this_host_reaches_it(self, host: MakeHost) -> None:
+        """It listens at loopback addresses alone, but for those that its options name."""
+        before, made = reachable(), host()
+        made.store([key_of(1)], [0])
+        assert made.load([key_of(1)], [1]), _NOT_LOADED
+        check_this_host_only(reachable() - before, self._options_for(FEW, 64))
+
+    @usually("blocks, places or answers pass through pickle: who writes them runs code here")
+    def test_nothing_is_unpickled(self, host: MakeHost) -> None:
+        """No function of `pickle` that loads is called."""
+        # Imports at the first use are no concern of this test.
+        host().store([key_of(1)], [0])
+        with recorded_unpickling() as loads:
+            made = host()
+            made.store([key_of(2)], [0])
+            assert made.load([key_of(2)], [1]), _NOT_LOADED
+            made.manager.reset_cache()
+            made.close()
+        assert loads == [], "functions of the module pickle were called"
 
     # -- construction and shutdown
 
@@ -788,16 +965,22 @@ class SpecConformance(ConformanceKit):
     @usually("shutdown() waits for all jobs; cancel those that have not begun")
     def test_shutdown_ends_running_work(self, host: MakeHost) -> None:
         """Jobs end, successful or not, within `ends_within_s`."""
-        made = host(Geometry(num_layers=2, page_nbytes=2**20, num_blocks=16), num_kept=16)
-        ctx = made.request()
-        prepared = made.manager.prepare_store([key_of(number) for number in range(16)], ctx)
-        assert prepared is not None
-        made.submit_store(range(16), prepared.store_spec)
-        begun = time.monotonic()
-        made.close()
-        assert time.monotonic() - begun < self.ends_within_s, (
-            f"shutdown() has taken more than {self.ends_within_s:g} s"
-        )
+        large, was_running = Geometry(num_layers=2, page_nbytes=2**20, num_blocks=16), False
+        for _ in range(MOST_TRIES):
+            made = host(large, num_kept=16)
+            ctx = made.request()
+            prepared = made.manager.prepare_store([key_of(number) for number in range(16)], ctx)
+            assert prepared is not None
+            made.submit_store(range(16), prepared.store_spec)
+            was_running = not made.collect()
+            begun = time.monotonic()
+            made.close()
+            assert time.monotonic() - begun < self.ends_within_s, (
+                f"shutdown() has taken more than {self.ends_within_s:g} s"
+            )
+            if was_running:
+                return
+        self.not_tested(f"shutdown() while a job runs: {MOST_TRIES} had ended before")
 
     @usually("shutdown() does not join a thread, or keeps a file or shared memory open")
     def test_shutdown_leaves_nothing(self, host: MakeHost) -> None:
@@ -992,6 +1175,24 @@ class SpecHost:
                 return list(self.kept)
         raise AssertionError(f"none of {most} blocks was evicted: is size_option an option?")
 
+    def press(self) -> None:
+        """Store blocks until every other one has had to give way."""
+        others = len(self.kept)
+        num_evicted = 0
+        for _ in range(3 * others):
+            prepared = self.store_next()
+            num_evicted += len(prepared.evicted_keys) if prepared else 0
+        assert num_evicted >= others, (
+            f"{3 * others} blocks were to be stored beside pinned ones, and for them only "
+            f"{num_evicted} of {others} have given way"
+        )
+
+    def forget_results(self) -> None:
+        """Drop what is recorded of jobs that have ended."""
+        self.finished.clear()
+        for known in self._results:
+            known.clear()
+
     def close(self) -> None:
         """Shut both sides down."""
         for worker in self.workers:
@@ -1019,7 +1220,7 @@ def config_of(geometry: Geometry, options: dict[str, Any]) -> OffloadingConfig:
         engine_id=f"conformance {os.getpid()} {next(_instances)}",
         worker_kv_bytes_per_block=geometry.chunk_nbytes // geometry.blocks_per_chunk,
         groups=tuple(
-            OffloadingGroupConfig(geometry.block_size, (f"layers of {group}",), group)
+            OffloadingGroupConfig(geometry.block_size, _layer_names(geometry, group), group)
             for group in range(geometry.num_groups)
         ),
         model=OffloadingModelConfig("conformance", "uint8"),
@@ -1028,9 +1229,63 @@ def config_of(geometry: Geometry, options: dict[str, Any]) -> OffloadingConfig:
     )
 
 
+def _layer_names(geometry: Geometry, group: int) -> tuple[str, ...]:
+    """Return names that, from ten layers on, do not sort as the layers run."""
+    first = group * geometry.num_layers
+    return tuple(f"layers.{number}" for number in range(first, first + geometry.num_layers))
+
+
 def key_of(number: int, group: int = 0) -> OffloadKey:
     """Return the key of a block, as hosts have them: fenced, with hash and group."""
     return fence_key(make_offload_key(number.to_bytes(32, "big"), group), "weights of the kit")
+
+
+@contextlib.contextmanager
+def traced_memory() -> Iterator[None]:
+    """Trace the memory that Python takes."""
+    was_tracing = tracemalloc.is_tracing()
+    if not was_tracing:
+        tracemalloc.start()
+    try:
+        yield
+    finally:
+        if not was_tracing:
+            tracemalloc.stop()
+
+
+def _durations(manager: OffloadingManager, host: SpecHost) -> dict[str, float]:
+    """Return the medians of the calls of some requests, in seconds, by name.
+
+    Args:
+        manager: The manager.
+        host: Workers that copy where the manager is the host's own.
+    """
+    taken: dict[str, list[float]] = {}
+
+    def timed(side: Any, name: str, *args: Any) -> Any:
+        began = time.perf_counter()
+        found = getattr(side, name)(*args)
+        taken.setdefault(name, []).append(time.perf_counter() - began)
+        return found
+
+    for number in range(NUM_CALLS):
+        ctx, key = ReqContext(f"timed {number}"), key_of(1000 + number)
+        timed(manager, "on_new_request", ctx)
+        timed(manager, "lookup", key, ctx)
+        prepared = timed(manager, "prepare_store", [key], ctx)
+        if prepared is not None and manager is host.manager:
+            assert host.succeeded(host.submit_store([0], prepared.store_spec))
+            timed(host.worker, "get_finished")
+        timed(manager, "complete_store", [key], ctx)
+        timed(manager, "touch", [key], ctx)
+        if prepared is not None:
+            timed(manager, "prepare_load", [key], ctx)
+            timed(manager, "complete_load", [key], ctx)
+        timed(manager, "take_events")
+        timed(manager, "get_stats")
+        timed(manager, "on_request_finished", ctx)
+    medians = {name: statistics.median(each) for name, each in taken.items()}
+    return {"get_finished": 0.0, **medians}
 
 
 def _stats(host: SpecHost) -> dict[str, float]:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 import importlib.util
 import inspect
+import mmap
+import resource
 import sys
+import time
+import traceback
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from wtransfer.deadline import Deadline
-from wtransfer.errors import StallError
+from wtransfer.errors import StallError, WTransferError
 from wtransfer.registry.resolve import registry
 from wtransfer.specs.tier import open_tier
 from wtransfer.testing.mini_engine.channel import (
@@ -25,7 +32,7 @@ from wtransfer.testing.mini_engine.channel import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import ModuleType
 
     from wtransfer.specs.interface import Tier
@@ -77,6 +84,13 @@ class TierUser:
     def remove(self, keys: Sequence[bytes]) -> None:
         """Remove keys."""
         self.tier.remove(keys)
+
+    def tried(self, name: str, *args: Any) -> tuple[bool, Any]:
+        """Make a call; return True and what it has returned, or False and the error's text."""
+        try:
+            return True, getattr(self, name)(*args)
+        except Exception as error:
+            return False, f"{type(error).__name__}: {error}"
 
     def close(self) -> None:
         """Close the tier."""
@@ -215,23 +229,82 @@ def run_tier(address: str) -> None:
             channel.send(True)
             while True:
                 call = channel.receive(_CALLS)
-                if call.name == "put_until_killed":
-                    keys, nbytes = call.args
-                    _put_until_killed(user, keys, nbytes, lambda: channel.send(True))
-                channel.send(getattr(user, call.name)(*call.args))
+                with _named(call.name):
+                    if call.name == "put_until_killed":
+                        _put_until_killed(user, call.args, channel.send)
+                    made: Any = _OF_THE_PROCESS.get(call.name) or getattr(user, call.name)
+                    answer = made(*call.args)
+                channel.send(answer)
         finally:
             user.close()
 
 
+@contextlib.contextmanager
+def _named(call: str) -> Iterator[None]:
+    """Let an error that leaves a call say where it comes from: its traceback stays here."""
+    try:
+        yield
+    except Exception as error:
+        *_, frame = traceback.extract_tb(error.__traceback__)
+        at = f"{Path(frame.filename).name}:{frame.lineno}"
+        said = f"in another process {call}() raised {type(error).__name__}: {error} (at {at})"
+        raise WTransferError(said) from error
+
+
 def _put_until_killed(
-    user: TierUser, keys: list[bytes], nbytes: int, notify: Callable[[], None]
+    user: TierUser, args: tuple[list[bytes], int, str], notify: Callable[[float], None]
 ) -> None:
-    """Put one value after the other under each key; notify once each has one."""
+    """Put one value after the other under each key.
+
+    Args:
+        user: The tier.
+        args: The keys; bytes of each value; and a file whose first byte is 1 while a put is under
+            way, also after the kill.
+        notify: Called once each key has a value, with the duration of a put, in seconds.
+    """
+    keys, nbytes, noted = args
     values = [value_of(number, nbytes) for number in range(NUM_ROUNDS)]
+    began = time.monotonic()
     for key in keys:
         user.put(key, values[0])
-    notify()
-    while True:
-        for value in values:
-            for key in keys:
-                user.put(key, value)
+    duration = (time.monotonic() - began) / len(keys)
+    with Path(noted).open("r+b") as file, mmap.mmap(file.fileno(), 1) as note:
+        notify(duration)
+        while True:
+            for value in values:
+                for key in keys:
+                    note[0] = 1
+                    user.put(key, value)
+                    note[0] = 0
+
+
+def _bound_files(most: int | None) -> None:
+    """Let every write behind this many bytes of a file fail, as on a full disk; None: none."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    soft = hard if most is None else most
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class _CapHeader(ctypes.Structure):
+    _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
+
+
+class _CapData(ctypes.Structure):
+    _fields_ = (
+        ("effective", ctypes.c_uint32),
+        ("permitted", ctypes.c_uint32),
+        ("inheritable", ctypes.c_uint32),
+    )
+
+
+def _drop_override() -> None:
+    """Let modes of files hold for this process, also where its user is root."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc, header, data = ctypes.CDLL(None), _CapHeader(0x20080522, 0), (_CapData * 2)()
+        libc.capget(ctypes.byref(header), data)
+        # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH.
+        data[0].effective &= ~0b110
+        libc.capset(ctypes.byref(header), data)
+
+
+_OF_THE_PROCESS = {"bound_files": _bound_files, "drop_override": _drop_override}

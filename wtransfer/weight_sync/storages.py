@@ -112,7 +112,7 @@ def shared_memory(
     places = [{name: memory_of(each) for name, each in side.items()} for side in (one, other)]
     common = set(places[0].values()) & set(places[1].values())
     spans = sorted(
-        (*_span(tensors[name]), side, name)
+        (str(tensors[name].device), *span_of(tensors[name]), side, name)
         for side, tensors in enumerate((one, other))
         for name, place in places[side].items()
         if place in common and not isinstance(place, _Alone)
@@ -127,12 +127,14 @@ def shared_memory(
     return None
 
 
-def _span(tensor: torch.Tensor) -> tuple[str, int, int]:
-    """Return a tensor's device, and where its first element begins and its last one ends."""
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses at which a tensor's first element begins, and its last one ends."""
+    begin = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return begin, begin + tensor.nbytes
     dims = zip(tensor.shape, tensor.stride(), strict=True)
     num_spanned = 1 + sum((size - 1) * stride for size, stride in dims)
-    begin = tensor.data_ptr()
-    return str(tensor.device), begin, begin + int(num_spanned) * tensor.itemsize
+    return begin, begin + int(num_spanned) * tensor.itemsize
 
 
 def covered_nbytes(tensors: Sequence[torch.Tensor]) -> int:

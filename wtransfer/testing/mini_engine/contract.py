@@ -85,6 +85,8 @@ class Request:
         self.begins_anew = False
         """True if bytes may still arrive in its blocks once its load is over."""
         self.block_tables: BlockTables = []
+        self.num_preemptions = 0
+        """Times that it has lost its blocks to another request, under vLLM's name."""
         self.num_cached_blocks = 0
         """Blocks that the prefix cache has the keys of."""
         self.versions: WeightVersions | None = None

@@ -226,6 +226,7 @@ class Scheduler:
     def _requeue(self, request: Request, counted_as: str) -> None:
         """Release a request's blocks, and make it the next to be admitted."""
         self.counts[counted_as] += 1
+        request.num_preemptions += counted_as == "preemptions"
         self._running.pop(request.request_id, None)
         self._lose_blocks(request)
         self._waiting.appendleft(request)

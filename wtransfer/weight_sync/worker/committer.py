@@ -40,6 +40,7 @@ from wtransfer.registry import hooks
 from wtransfer.transport.digests import digest
 from wtransfer.weight_sync.messages import ErrorInfo, Hello
 from wtransfer.weight_sync.storages import shared_memory
+from wtransfer.weight_sync.worker.held_memory import HeldMemory
 from wtransfer.weight_sync.worker.kept import KeptTensors
 from wtransfer.weight_sync.worker.participant import StagedUpdate
 from wtransfer.weight_sync.worker.schema import (
@@ -48,7 +49,7 @@ from wtransfer.weight_sync.worker.schema import (
     check_unchanged,
     schema_of,
 )
-from wtransfer.weight_sync.worker.target import NotedTensors, StateDictTarget
+from wtransfer.weight_sync.worker.target import ModuleTarget, NotedTensors, StateDictTarget
 from wtransfer.weight_sync.worker.weight_state import WeightState
 from wtransfer.weight_version import process_weights
 
@@ -398,6 +399,45 @@ class Committer:
                 "changed, and no update has brought it"
             )
         return KeptTensors(manifest, own, canonical_names(self.schema() or {})), base is None
+
+    def held_memory(self) -> HeldMemory:
+        """Return the memory of the weights that this worker has by an update."""
+        held = self.weight_state.held
+        if held.version is None:
+            return HeldMemory({})
+        # Kept for a rollback: what the model has adopted is the same memory.
+        return HeldMemory(_written(self._target) if held.tensors is None else held.tensors)
+
+    def held_was_hit(self, tensor: torch.Tensor, reason: str) -> str | None:
+        """Note that an engine has written to that memory; return the sentence for the error.
+
+        Nobody can say any more which bytes the weights have: the worker is *empty*. One that has
+        copied them into its model serves them on, and cannot go back to the set that it kept.
+        """
+        state = self.weight_state
+        with state.changed:
+            held, memory = state.held, self.held_memory()
+            names = memory.names_at(tensor)
+            if not names:
+                return None
+            # What a target of another class does with a set is not known.
+            is_known = type(self._target).apply in (StateDictTarget.apply, ModuleTarget.apply)
+            own = _written(self._target).values()
+            serves = not is_known or any(map(memory.has_any, own))
+            text = (
+                f"{reason} in the memory of {names[0]!r} of version {held.version!r}, which this "
+                f"worker {'serves' if serves else 'keeps for a rollback'}: tensors_valid_until = "
+                "'round' means valid until the worker releases them, which may be many rounds "
+                "later; receive each round into memory that no tensor refers to any more, or "
+                "declare 'return'"
+            )
+            if serves:
+                logger.warning("%s is empty: %s", self.name, text)
+                state.weights_lost(text)
+                self._weights.settle(state.held.fingerprint)
+            else:
+                state.forget_tensors()
+        return text
 
     def notes(self) -> list[str]:
         """Return the notes on this worker for a publisher, before a round."""

@@ -12,7 +12,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from wtransfer.calls import Flag, forget_frames
-from wtransfer.errors import PeerError, ProtocolError, RoundAbortedError, WTransferError
+from wtransfer.errors import (
+    EngineError,
+    PeerError,
+    ProtocolError,
+    RoundAbortedError,
+    WTransferError,
+)
 from wtransfer.manifest import Manifest
 from wtransfer.transport.channel import Dialer
 from wtransfer.transport.layout import TensorLayout
@@ -52,10 +58,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     import msgspec
+    import torch
 
     from wtransfer.registry.hooks import Notifications
     from wtransfer.transport.channel import Connection
     from wtransfer.weight_sync.messages import Hello
+    from wtransfer.weight_sync.worker.held_memory import HeldMemory
     from wtransfer.weight_sync.worker.weight_state import Answered, Pending, WeightState
     from wtransfer.weights import TensorSpec
 
@@ -93,6 +101,20 @@ class Member(Protocol):
 
     def prove_kept(self, manifest: Manifest, on_progress: Callable[[int], None]) -> None:
         """Raise unless this worker has every tensor of an update that does not travel."""
+
+    def held_memory(self) -> HeldMemory:
+        """Return the memory of the weights that this worker has by an update."""
+
+    def held_was_hit(self, tensor: torch.Tensor, reason: str) -> str | None:
+        """Note that an engine has written to that memory; return the sentence for the error.
+
+        Args:
+            tensor: Lies there.
+            reason: Begins the sentence.
+
+        Returns:
+            None: these weights were let go meanwhile.
+        """
 
     def notes(self) -> list[str]:
         """Return the notes on this worker for the publisher's report."""
@@ -199,7 +221,13 @@ class StagedUpdate:
             require_memory(layout.nbytes, f"staging update {self.version!r}")
             notes.append(f"stages {layout.nbytes} bytes of its own")
         self.staged_nbytes = 0
-        staging = Staging(layout, copies=runner.copies, on_progress=self._progress)
+        staging = Staging(
+            layout,
+            copies=runner.copies,
+            on_progress=self._progress,
+            held=None if runner.copies else member.held_memory(),
+            check_held=self._check_held,
+        )
         with member.weight_state.changed:
             if self.dropped is None:
                 self._staging = staging
@@ -263,6 +291,21 @@ class StagedUpdate:
         if staging is None:
             raise RoundAbortedError(f"the round was ended: {self.dropped}")
         return staging
+
+    def _check_held(self, name: str, tensor: torch.Tensor) -> None:
+        """Raise if an engine delivers a tensor where the weights lie that this worker has.
+
+        They have other bytes by then, and the bytes of the update are no better: the next round
+        would be written there, too.
+        """
+        engine = self._participant.runner.name
+        text = self._participant.member.held_was_hit(
+            tensor, f"engine {engine!r} delivers {name!r} of version {self.version!r}"
+        )
+        if text is not None:
+            error = EngineError(text, piece=name)
+            self._staged().stop(text)
+            raise error
 
     def _proven(self, nbytes: int) -> None:
         if self.dropped is not None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from wtransfer.transport.layout import TensorLayout
+    from wtransfer.weight_sync.worker.held_memory import HeldMemory
 
 
 class Staging:
@@ -35,10 +36,18 @@ class Staging:
         copies: True: tensors must be copied before `load_weights` returns; False: views of the
             engine's memory are kept.
         on_progress: Called with the number of bytes staged so far after each call.
+        held: Memory of the weights that the worker has, where views are kept.
+        check_held: Raises if a tensor was delivered there, which looks as if it was.
     """
 
     def __init__(
-        self, layout: TensorLayout, *, copies: bool, on_progress: Callable[[int], None]
+        self,
+        layout: TensorLayout,
+        *,
+        copies: bool,
+        on_progress: Callable[[int], None],
+        held: HeldMemory | None = None,
+        check_held: Callable[[str, torch.Tensor], None] = lambda _name, _tensor: None,
     ) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         """Name -> staged tensor."""
@@ -48,6 +57,8 @@ class Staging:
         self._digests: dict[str, str] = {}
         self._copies = copies
         self._on_progress = on_progress
+        self._held = held
+        self._check_held = check_held
         self._stopped: str | None = None
 
     def stop(self, reason: str) -> None:
@@ -67,7 +78,7 @@ class Staging:
             RoundAbortedError: The round is over.
             ManifestError: A name that the plan does not have, or a name delivered twice.
             SchemaError: Another dtype or shape than planned.
-            EngineError: A tensor without memory.
+            EngineError: A tensor without memory, or in that of the weights that the worker has.
             StagingMemoryError: No memory left.
         """
         # Also for no tensors: an engine that prepares checks this way that the round goes on.
@@ -89,6 +100,8 @@ class Staging:
                     piece=name,
                 )
             _check_memory(name, tensor)
+            if self._held is not None and self._held.has_any(tensor):
+                self._check_held(name, tensor)
             self._stage(name, tensor)
             staged.add(name)
         self._on_progress(self.nbytes)

@@ -28,8 +28,9 @@ rollback            channel,    it means the last commit      *pending*: the pre
                     model       it means the pending set      dropped; sends `Ack`; once it is being
                                                               applied: as above, after `applied`
 discard             model       a set is pending              dropped; sends `Ack`
-weights_lost        model                                     no set is held (*empty*); sends
-                                                              `Lost`; the pending set stays
+weights_lost        model,                                    no set is held (*empty*); sends
+                    engine                                    `Lost`; the pending set stays
+forget_tensors      engine                                    the held set cannot be applied again
 close               any                                       everything is dropped
 ==================  ==========  ============================  =====================================
 """
@@ -475,6 +476,11 @@ class WeightState(Generic[TUpdate]):
             self.held = self.held.lost()
             self.empty, self.since = True, time.monotonic()
             self._send(Lost(self.held.fingerprint, self.state_for_publisher, reason))
+
+    def forget_tensors(self) -> None:
+        """Record that the held set cannot be applied again: its tensors were written to."""
+        with self.changed:
+            self.held = self.held.without_tensors()
 
     def close(self) -> Pending[TUpdate] | None:
         """Drop everything; return the pending task, unless its set is being applied."""

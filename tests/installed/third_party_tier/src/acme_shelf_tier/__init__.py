@@ -1,3 +1,4 @@
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +23,9 @@ class ShelfTier(Tier):
         self.write_whole(self.folder / key.hex(), data)
 
     def get(self, key, into):
-        path = self.folder / key.hex()
-        return path.exists() and self.fill(into, path.read_bytes())
+        with contextlib.suppress(FileNotFoundError):
+            return self.fill(into, (self.folder / key.hex()).read_bytes())
+        return False
 
     def remove(self, keys):
         for key in keys:
