@@ -57,9 +57,7 @@ def test_address_that_an_option_names_is_allowed(options, is_named):
     if is_named:
         check_this_host_only({("10.0.0.1", 80)}, options)
     else:
-        with pytest.raises(
-            AssertionError, match=r"it listens at \[10.0.0.1\]:80, which"
-        ):
+        with pytest.raises(AssertionError, match=r"it listens at \[10.0.0.1\]:80, which"):
             check_this_host_only({("10.0.0.1", 80)}, options)
 
 
