@@ -102,7 +102,7 @@ def test_check_asks_for_the_kind_of_the_class(run):
 def test_kit_of_a_tier_of_a_file_has_it_in_other_processes_too(run):
     kit = ("pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "wtransfer.testing")
     tier = ("--wtransfer-plugin", "./my_tier.py:ShelfTier", "--wtransfer-tier", "ShelfTier")
-    options = ("--wtransfer-option", "folder={folder}", "-k", "processes or replaces")
+    options = ("--wtransfer-option", "folder={folder}", "-k", "each_others or replaces")
     code, out = run(*kit, *tier, *options)
     assert (code, "2 passed" in out) == (0, True), out
 
