@@ -637,13 +637,17 @@ class ConnectorConformance(ConformanceKit):
 
     def _preempt(self, make_bed: MakeBed, num_groups: int = 1) -> None:
         """Produce and consume prompts side by side, more than there is room for."""
+        for num_lengths in (6, 3):
+            self._preempt_some(make_bed, num_groups, num_lengths)
+
+    def _preempt_some(self, make_bed: MakeBed, num_groups: int, num_lengths: int) -> None:
         # Requests begin with two blocks of each group, of which the first is loaded, and end with
         # more. The first that needs a third one preempts the last that runs, in the middle of a
-        # block or right after it has filled one: with the first blocks of all that are loading
-        # there is no room for one that ends.
+        # block or, if that is as long, right after it has filled one: with the first blocks of all
+        # that are loading there is no room for one that ends.
         num_loaded = self.saved_block_size // BLOCK_SIZE
-        lengths = [(num_loaded + 1) * BLOCK_SIZE - 5 - 2 * (number % 3) for number in range(6)]
-        prompts = [_some_tokens(length, seed=number) for number, length in enumerate(lengths)]
+        lengths = [(num_loaded + 1) * BLOCK_SIZE - 5 - 2 * (n % num_lengths) for n in range(6)]
+        prompts = [_some_tokens(length, 6 * num_lengths + n) for n, length in enumerate(lengths)]
         cache = CacheShape(BLOCK_SIZE, num_groups * (num_loaded * len(prompts) + 2))
         bed = make_bed(EngineConfig(cache=cache, limits=Limits(max_num_batched_tokens=40)))
         produced = [bed.submit_to_producer(prompt) for prompt in prompts]
