@@ -3,6 +3,7 @@
 import io
 import pickle
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -1537,6 +1538,7 @@ TestListensEverywhere, TestListensEverywhereFromTheFirstSaveOn = (
 )
 LISTENS = """
 import socket
+import struct
 with socket.create_server(("0.0.0.0", 0)):
     print("listening", flush=True)
     input()
@@ -1667,3 +1669,129 @@ class TestExcused(Kit):
     expected_failures: ClassVar = {"test_damaged_blocks_are_a_miss": "there are no checksums"}
 
     worker = TestSkipsChecksums.worker
+
+
+# -- what shows in large blocks, in other instances, after a while
+
+
+@broken(
+    "test_damaged_blocks_are_a_miss",
+    FilesKit,
+    says="after damage(where=0.708): layer ",
+    passes=("test_load_failure_policy[recompute]",),
+)
+class TestChecksTheFirst64KiB(ShelfConnectorWorker):
+    NUM_CHECKED = 2**16
+
+    def wait_for_save(self):
+        super().wait_for_save()
+        for name in self.staged:
+            path = self.folder / f"{name}.{self.rank}"
+            data = path.read_bytes()[CHECKSUM_NBYTES:]
+            path.write_bytes(checksum(data[: self.NUM_CHECKED]) + data)
+
+    def _load(self, path, block):
+        found = path.read_bytes() if path.exists() else b""
+        data = found[CHECKSUM_NBYTES:]
+        if not data or checksum(data[: self.NUM_CHECKED]) != found[:CHECKSUM_NBYTES]:
+            return False
+        path.write_bytes(checksum(data) + data)
+        return super()._load(path, block)
+
+
+@broken(
+    "test_caches_of_other_strides",
+    says="layer 0 has other keys or values",
+    hints="or it is kept as it lies in memory",
+    passes=("test_output_equals_reference[16]",),
+)
+class TestKeepsBlocksAsTheyLieInMemory(MemoryWorker):
+    def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs):
+        super().save_kv_layer(layer_name, self.as_it_lies(kv_layer), attn_metadata)
+
+    def load_block(self, name, block):
+        own, self.caches = self.caches, {n: self.as_it_lies(c) for n, c in self.caches.items()}
+        try:
+            return super().load_block(name, block)
+        finally:
+            self.caches = own
+
+    def as_it_lies(self, cache):
+        """Return the same memory, whose dimensions are in the order of their strides."""
+        order = sorted(range(cache.dim()), key=lambda dim: -cache.stride(dim))
+        lies = cache.permute(order)
+        return lies.view(cache.shape) if lies.is_contiguous() else cache
+
+
+@broken(
+    "test_preempted_requests",
+    says="other tokens than the reference: ",
+    passes=("test_chunked_prefill",),
+)
+class TestReadsPreemptedBlocksInTheNextStep(MemoryWorker):
+    """Copies a block one step after it was filled, unless the request has ended."""
+
+    def wait_for_save(self):
+        late = self.__dict__.setdefault("late", [])
+        for name, block in late:
+            kept = Kept({}, {})
+            for layer, cache in self.caches.items():
+                kept.pages[layer] = page = cache[block].clone()
+                kept.checksums[layer] = checksum(page.numpy())
+            self.keep(name, kept)
+        late.clear()
+        super().wait_for_save()
+        for item in self.metadata.saves:
+            late += [
+                (name, block)
+                for name, block in zip(item.names, item.block_ids, strict=True)
+                if self.shelf.pop((name, self.rank), None) is not None
+            ]
+
+
+SEEN = {}
+"""Requests that were ever known."""
+
+
+@broken(
+    "test_ended_requests_leave_nothing[40]",
+    says="more entries of module ",
+    passes=("test_shutdown_leaves_nothing",),
+    **SAVES_TOO_FEW,
+)
+class TestCountsRequestsInItsModule(MemoryScheduler):
+    def on_new_request(self, request):
+        SEEN[request.request_id] = True
+        super().on_new_request(request)
+
+
+@broken(
+    "test_store_that_fails_is_a_miss[cut short]",
+    FilesKit,
+    says="error: unpack requires a buffer of 16 bytes (at broken_connectors.py:",
+    passes=("test_store_that_fails_is_a_miss[full]",),
+)
+class TestReadsAHeadBeforeItsLength(ShelfConnectorWorker):
+    def _load(self, path, block):
+        struct.unpack("<QQ", path.read_bytes()[:16])
+        return super()._load(path, block)
+
+
+@broken(
+    "test_damaged_blocks_are_a_miss",
+    FilesKit,
+    says="more descriptors open",
+    passes=("test_load_failure_policy[recompute]",),
+)
+class TestClosesOnlyWhatIsWhole(ShelfConnectorWorker):
+    opened: ClassVar[list] = []
+
+    def _load(self, path, block):
+        is_whole = super()._load(path, block)
+        if not is_whole and path.exists():
+            self.opened.append(path.open("rb"))
+        return is_whole
+
+    def shutdown(self):
+        while self.opened:
+            self.opened.pop().close()

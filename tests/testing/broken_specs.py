@@ -13,6 +13,7 @@ from operator import itemgetter
 from typing import ClassVar
 
 from wtransfer.kv.header import checksum
+from wtransfer.kv.keys import FENCE_NBYTES
 from wtransfer.scaffold.memory_spec import MemorySpec, MemorySpecWorker
 from wtransfer.specs.arena import ArenaLoadStoreSpec
 from wtransfer.specs.arena_manager import CPUOffloadingManager
@@ -495,6 +496,18 @@ class TestHitsPendingBlocks(CPUOffloadingManager):
     def lookup(self, key, req_context):
         found = super().lookup(key, req_context)
         return LookupResult.HIT if found is LookupResult.HIT_PENDING else found
+
+
+@broken(
+    "test_a_block_is_a_hit_when_its_store_is_complete",
+    says="a block is found that is not there: it is of other weights than the one that is",
+    hints="or blocks are found by a part of their keys",
+    passes=("test_only_new_keys_are_stored",),
+)
+class TestFindsBlocksOfOtherWeights(CPUOffloadingManager):
+    def lookup(self, key, req_context):
+        of_all = {each[FENCE_NBYTES:]: each for each in self._blocks}
+        return super().lookup(of_all.get(key[FENCE_NBYTES:], key), req_context)
 
 
 @broken("test_only_new_keys_are_stored", says="others are to be stored than those that are missing")

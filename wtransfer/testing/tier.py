@@ -790,6 +790,7 @@ class TierConformance(ConformanceKit):
         """Several threads put, get and remove, under keys of their own and under the same one."""
         user, nbytes, shared = open_tier(), 2**16, key_of(0)
         of_thread = [value_of(number, nbytes) for number in range(NUM_THREADS)]
+        several = [(key_of(1000 + number), value_of(number, nbytes)) for number in range(4)]
         begin = threading.Barrier(NUM_THREADS)
         beside: Any = _Beside(user.tier)
         user.tier = beside
@@ -815,6 +816,9 @@ class TierConformance(ConformanceKit):
                 )
                 user.remove([own])
                 assert user.contains([own, shared]) == [False, True]
+                # In another order than the next thread.
+                items = several[:: 1 if number % 2 else -1]
+                user.tier.put_many([(key, memoryview(bytearray(each))) for key, each in items])
 
         with _switching_often():
             # The threads of an executor would keep a process, whose tier hangs, from its end.
@@ -1042,11 +1046,17 @@ class TierConformance(ConformanceKit):
             each.put(keys[0], old[2])
             assert _content(each, keys[0], old[2]) == _RIGHT, f"after the store was {kind}"
 
-    @usually("put() counts no bytes, or evicts nothing: what was used longest ago has to give way")
+    @usually(
+        "put() counts no bytes, or those that its own object has put only, or evicts nothing: what "
+        "was used longest ago has to give way, whoever has put it"
+    )
     def test_kept_bytes_are_bounded(
         self, found_cls: type[Tier], tier_options: dict[str, Any], key_of: KeyOf
     ) -> None:
-        """More values are put than `size_option` has room for; no more than fit are kept."""
+        """More values are put than `size_option` has room for; no more than fit are kept.
+
+        Where objects of other processes reach the store, two of them put, one after the other.
+        """
         if not self.size_option:
             self.skip_not_tested(
                 "whether kept bytes are bounded: size_option = ... in the subclass of the kit "
@@ -1054,14 +1064,19 @@ class TierConformance(ConformanceKit):
             )
         most, nbytes = 8, 2**16
         bound = {self.size_option: most * nbytes}
-        user = TierUser(open_tier(found_cls, {**copy.deepcopy(tier_options), **bound}))
         values = {key_of(number): value_of(number, nbytes) for number in range(4 * most)}
-        for key, value in values.items():
-            user.put(key, value)
+        users = [
+            TierUser(open_tier(found_cls, {**copy.deepcopy(tier_options), **bound}))
+            for _ in range(1 + self.in_processes)
+        ]
+        for number, (key, value) in enumerate(values.items()):
+            users[number * len(users) // len(values)].put(key, value)
+        *others, user = users
         kept = [key for key, value in values.items() if user.get(key, nbytes) == value]
         there = user.contains(list(values)).count(True)
         user.remove(list(values))
-        user.close()
+        for each in (*others, user):
+            each.close()
         assert kept, f"{self.size_option}={most * nbytes} keeps no value of {nbytes} bytes"
         assert max(len(kept), there) <= most, f"{len(kept)} values are kept, room is for {most}"
 
