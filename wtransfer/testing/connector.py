@@ -69,7 +69,7 @@ from wtransfer.testing.kit import (
     registered_name,
     usually,
 )
-from wtransfer.testing.leftovers import Leftovers, num_kept
+from wtransfer.testing.leftovers import Leftovers, descriptors, num_kept
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig, Limits, ModelShape
 from wtransfer.testing.mini_engine.contract import (
     NULL_BLOCK,
@@ -606,12 +606,7 @@ class ConnectorConformance(ConformanceKit):
         for instance in bed.instances:
             instance.clear_cache()
         before = bed.consumer.counts.copy()
-        with bed.loading():
-            consumed = [
-                bed.submit_to_consumer(prompt, bed.params_of(request))
-                for prompt, request in zip(prompts, produced, strict=True)
-            ]
-            bed.run(*consumed)
+        consumed = bed.consume_side_by_side(produced)
         for request in consumed:
             bed.consumer.check_output(request)
         more_than_before = bed.consumer.counts - before
@@ -653,12 +648,7 @@ class ConnectorConformance(ConformanceKit):
         produced = [bed.submit_to_producer(prompt) for prompt in prompts]
         bed.run(*produced)
         bed.consumer.clear_cache()
-        with bed.loading():
-            consumed = [
-                bed.submit_to_consumer(request.prompt_token_ids, bed.params_of(request), 24)
-                for request in produced
-            ]
-            bed.run(*consumed)
+        consumed = bed.consume_side_by_side(produced, 24)
         preempted = {each.request_id for each in consumed if each.num_preemptions}
         assert preempted & bed.consumer.loaded(), (
             "no request was preempted into whose blocks anything had been loaded"
@@ -1258,7 +1248,7 @@ class ConnectorConformance(ConformanceKit):
         bed = make_bed(EngineConfig(model=LARGE))
         bed.load(some_prompts(1)[0])
         places = PLACES if self._knows_places else (0.5,)
-        descriptors = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - the names are enough
+        num_open = len(list(descriptors()))
         for number, where in enumerate(places, start=1):
             prompt = some_prompts(1, seed=number)[0]
             params = bed.produce(prompt)
@@ -1273,7 +1263,7 @@ class ConnectorConformance(ConformanceKit):
             assert bed.consumer.received() == [bed.consumer.loads()], _EACH_LOAD_ONCE
         if not self._knows_places:
             self.not_tested(NO_PLACES)
-        more = len(os.listdir("/proc/self/fd")) - descriptors  # noqa: PTH208
+        more = len(list(descriptors())) - num_open
         assert more < max(len(places), 2), (
             f"{len(places)} loads of damaged blocks have left {more} more descriptors open"
         )
@@ -2045,14 +2035,20 @@ class ConnectorTestBed:
         self.run(*produced)
         for instance in self.instances:
             instance.clear_cache()
+        for request in self.consume_side_by_side(produced):
+            self.consumer.check_output(request)
+
+    def consume_side_by_side(
+        self, produced: list[Request], num_new: int = NUM_NEW_TOKENS
+    ) -> list[Request]:
+        """Consume at a time, unchecked, what was produced; return the consumer's requests."""
         with self.loading():
             consumed = [
-                self.submit_to_consumer(prompt, self.params_of(request))
-                for prompt, request in zip(prompts, produced, strict=True)
+                self.submit_to_consumer(each.prompt_token_ids, self.params_of(each), num_new)
+                for each in produced
             ]
             self.run(*consumed)
-        for request in consumed:
-            self.consumer.check_output(request)
+        return consumed
 
     @contextlib.contextmanager
     def loading(self, expected: int | None = None) -> Iterator[None]:
@@ -2238,7 +2234,7 @@ def _held_by(bed: ConnectorTestBed) -> Counter[str]:
             elif hasattr(value, "cache_info"):
                 held[f"module {name}"] += value.cache_info().currsize
     held["threads"] = threading.active_count()
-    held["descriptors"] = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - the names are enough
+    held["descriptors"] = len(list(descriptors()))
     held["files"] = sum(path.is_file() for path in bed.folder.rglob("*"))
     return held
 

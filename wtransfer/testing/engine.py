@@ -22,8 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
-import os
 import threading
 import time
 from pathlib import Path
@@ -49,7 +47,7 @@ from wtransfer.testing.contents import TRAVELLING_DTYPES, contents, random_tenso
 from wtransfer.testing.faults import Fault, Faults
 from wtransfer.testing.fleet import Fleet, GatedSource
 from wtransfer.testing.kit import ConformanceKit, recorded_unpickling, registered_name, usually
-from wtransfer.testing.leftovers import Leftovers, descendants
+from wtransfer.testing.leftovers import Leftovers, descendants, resident_nbytes
 from wtransfer.testing.reachable import check_this_host_only, reachable
 from wtransfer.testing.strangers import (
     LET_IN_S,
@@ -414,7 +412,7 @@ class EngineConformance(ConformanceKit):
         for number in range(6):
             source["weight"] += 1
             _publish(made, f"v{number}")
-            used.append(_resident())
+            used.append(resident_nbytes())
         # Half of what three rounds have: the process frees and takes other memory meanwhile.
         grown = used[5] - used[2]
         assert grown < 3 * HELD_NBYTES // 2, (
@@ -1086,7 +1084,7 @@ class EngineConformance(ConformanceKit):
                 if is_back
                 else publisher.publish(f"commit {n}", wait=False)
             )
-            _await(self.deadline_s, lambda: served.is_pending() or round_.done, "a commit")  # noqa: B023
+            served.await_commit(round_, self.deadline_s)
             served.check("the next round wrote to tensors in use")
             made.finish(round_)
             if not is_back:
@@ -1105,7 +1103,7 @@ class EngineConformance(ConformanceKit):
             _change(served.source)
             member = served.members[0]
             round_ = made.publisher.publish(f"declined {n}", wait=False)
-            _await(self.deadline_s, lambda: served.is_pending() or round_.done, "a commit")  # noqa: B023
+            served.await_commit(round_, self.deadline_s)
             member.session.discard_pending()
             made.members.remove(member)
             made.finish(round_)
@@ -1118,7 +1116,7 @@ class EngineConformance(ConformanceKit):
             made.step()
             served.note()
             round_ = made.publisher.publish(f"again {n}", wait=False)
-            _await(self.deadline_s, lambda: served.is_pending() or round_.done, "a commit")  # noqa: B023
+            served.await_commit(round_, self.deadline_s)
             served.check("it had declined a version, and the next one was staged", member)
             made.finish(round_)
             served.check_has(served.source)
@@ -1400,9 +1398,13 @@ class _Served:
         """Return True if neither receives a round."""
         return all(member.session.status().staging is None for member in self.members)
 
-    def is_pending(self) -> bool:
-        """Return True if both have a round that waits for their commit."""
-        return all(member.session.status().pending for member in self.members)
+    def await_commit(self, round_: Round, within_s: float) -> None:
+        """Wait until both have a round that waits for their commit, or it is over."""
+
+        def is_pending() -> bool:
+            return all(member.session.status().pending for member in self.members)
+
+        _await(within_s, lambda: is_pending() or round_.done, "a commit")
 
     def move(self, old: Fleet, new: Fleet) -> Fleet:
         """Have both join another publisher, once theirs is closed; return that one's fleet."""
@@ -1431,13 +1433,6 @@ def _command(pid: str) -> str:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         return f"{pid} ({b' '.join(words).decode('utf-8', 'replace').strip()[:80]})"
     return pid
-
-
-def _resident() -> int:
-    """Return the bytes of memory that this process uses."""
-    gc.collect()
-    pages = int(Path("/proc/self/statm").read_text("utf-8").split()[1])
-    return pages * os.sysconf("SC_PAGESIZE")
 
 
 def _in_time(is_so: Callable[[], bool], within_s: float = UNBLOCKED_WITHIN_S) -> bool:

@@ -93,13 +93,27 @@ def _held() -> Counter[str]:
 
 def _targets(pid: str) -> Iterator[tuple[str, str]]:
     """Yield the targets of a process's descriptors, and of its mappings of shared memory."""
+    for target in descriptors(pid):
+        yield "descriptor", target
     with contextlib.suppress(OSError):  # the process has ended, or access is denied
-        for fd in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 - one of them vanishes
-            with contextlib.suppress(OSError):
-                yield "descriptor", str(Path(f"/proc/{pid}/fd/{fd}").readlink())
         for line in Path(f"/proc/{pid}/maps").read_text("utf-8").splitlines():
             if "/memfd:" in line or _SHM in line:
                 yield "mapping", line.split(maxsplit=5)[5]
+
+
+def descriptors(pid: str = "self") -> Iterator[str]:
+    """Yield the targets of a process's descriptors."""
+    with contextlib.suppress(OSError):  # the process has ended, or access is denied
+        for fd in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 - one of them vanishes
+            with contextlib.suppress(OSError):
+                yield str(Path(f"/proc/{pid}/fd/{fd}").readlink())
+
+
+def resident_nbytes() -> int:
+    """Return the bytes of memory that this process uses, once garbage is collected."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
+    return pages * os.sysconf("SC_PAGESIZE")
 
 
 def descendants(pid: str = "self") -> Iterator[str]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import re
 import sys
 from pathlib import Path
 
-from wtransfer.testing.leftovers import descendants
+from wtransfer.testing.leftovers import descendants, descriptors
 
 LISTENS = {"tcp": "0A", "udp": "07"}
 """Table of the kernel -> state of a socket that waits for whoever comes."""
@@ -19,7 +18,7 @@ def reachable() -> set[tuple[str, int]]:
 
     They listen, or take datagrams of whoever sends some.
     """
-    own = {target for pid in ("self", *descendants()) for target in _targets(pid)}
+    own = {target for pid in ("self", *descendants()) for target in descriptors(pid)}
     found = set()
     for name, state in LISTENS.items():
         for table in (Path(f"/proc/net/{name}"), Path(f"/proc/net/{name}6")):
@@ -50,16 +49,6 @@ def check_this_host_only(sockets: set[tuple[str, int]], options: object) -> None
         f"it listens at {', '.join(beyond)}, which other hosts reach, and none of the options of "
         "this test says so"
     )
-
-
-def _targets(pid: str) -> list[str]:
-    found = []
-    # The process, or a descriptor, may be gone.
-    with contextlib.suppress(OSError):
-        for file in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                found.append(str(file.readlink()))
-    return found
 
 
 def _is_loopback(host: str) -> bool:

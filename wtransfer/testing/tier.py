@@ -26,14 +26,12 @@ import copy
 import functools
 import gc
 import itertools
-import mmap
 import random
 import secrets
 import sys
 import threading
 import time
 import tracemalloc
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -67,7 +65,7 @@ from wtransfer.testing.kit import (
     registered_name,
     usually,
 )
-from wtransfer.testing.leftovers import Leftovers
+from wtransfer.testing.leftovers import Leftovers, resident_nbytes
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig
 from wtransfer.testing.mini_engine.engine import make_engine
 from wtransfer.testing.mini_engine.model import LocalWeights, PagedTransformer
@@ -88,6 +86,7 @@ from wtransfer.weight_version import process_weights
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
     OpenTier = Callable[..., TierUser]
     StartTier = Callable[[], Any]
@@ -761,9 +760,9 @@ class TierConformance(ConformanceKit):
                 user.contains(keys)
                 del keys
                 if round_ in (0, 49, 99):
-                    gc.collect()
                     # Of Python, and with what a client's native code takes.
-                    seen.append((tracemalloc.get_traced_memory()[0], _rss_nbytes()))
+                    with_native = resident_nbytes()
+                    seen.append((tracemalloc.get_traced_memory()[0], with_native))
         for begin, middle, end in zip(*seen, strict=True):
             # 50 bytes for each key, which itself has 66.
             most = max(50 * 50 * NUM_KEYS, (middle - begin) // 2)
@@ -1512,11 +1511,6 @@ def _switching_often() -> Iterator[None]:
         yield
     finally:
         sys.setswitchinterval(before)
-
-
-def _rss_nbytes() -> int:
-    """Return the memory that this process has, in bytes."""
-    return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * mmap.PAGESIZE
 
 
 def _gave_up(call: Call) -> bool:
