@@ -60,7 +60,6 @@ from wtransfer.connectors.naming import BlockNaming
 from wtransfer.deadline import Deadline
 from wtransfer.errors import ConnectorRoleError
 from wtransfer.testing.kit import (
-    HANGS_AFTER,
     ConformanceKit,
     checked_stats,
     fallen_counters,
@@ -295,8 +294,7 @@ class ConnectorConformance(ConformanceKit):
 
     def run_test(self, test: Callable[[], None]) -> None:
         """Run a test on a thread, whose time is bounded."""
-        times = HANGS_AFTER * (10 if self.is_long else 1)
-        self.run_bounded(test, "a call of the connector", times)
+        self.run_bounded(test, "a call of the connector")
 
     def options_in(self, folder: Path) -> dict[str, Any]:
         """Return the connector's options.

@@ -72,6 +72,8 @@ MAX_HUNG = 3
 """Tests of a backend that may hang before its other tests are skipped."""
 HANGS_AFTER = 6
 """Multiple of a kit's `deadline_s` after which a call of the backend is given up."""
+LONG_TIMES = 10
+"""Multiple of that where tests that take minutes run as well."""
 
 
 class Hint(NamedTuple):
@@ -373,7 +375,7 @@ class ConformanceKit:
         """Run the body of a test that has a hint; a kit may bound its time by `run_bounded`."""
         test()
 
-    def run_bounded(self, call: Callable[[], T], what: str, times: int = HANGS_AFTER) -> T:
+    def run_bounded(self, call: Callable[[], T], what: str) -> T:
         """Make calls of the backend on the test's thread, which is left behind where they hang.
 
         One thread constructs, calls and ends a backend, as in a host.
@@ -381,12 +383,12 @@ class ConformanceKit:
         Args:
             call: The calls.
             what: Their name in the failure, where no method of the backend is found in them.
-            times: Multiple of `deadline_s` after which they are given up.
 
         Raises:
             AssertionError: They take longer.
         """
-        made, bound_s = self._calls.submit(call), times * self.deadline_s
+        made = self._calls.submit(call)
+        bound_s = HANGS_AFTER * self.deadline_s * (LONG_TIMES if self._asks_long else 1)
         if not made.done.wait(bound_s):
             self._note_hang()
             raise AssertionError(self._under_way(bound_s) or _not_returned([what], bound_s))
